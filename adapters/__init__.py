@@ -1,0 +1,20 @@
+"""Passes that take a graph and give back a graph: see, check, rewrite.
+
+base.py is what an adapter is, surgery.py how a graph is cut without touching the caller's, resume.py the
+skip that a resumed run begins with, journal.py the changes of a run written into its graph.
+"""
+
+from .base import Adapter
+from .journal import ApplyJournal
+from .resume import ResumeSkip
+from .surgery import find_dps, list_dps, rewritten, traverse_dps
+
+__all__ = [
+    "Adapter",
+    "ApplyJournal",
+    "ResumeSkip",
+    "find_dps",
+    "list_dps",
+    "rewritten",
+    "traverse_dps",
+]

@@ -1,0 +1,52 @@
+"""A run's changes, written into its graph."""
+
+from ..datapipes._torch import DataPipe
+from ..datapipes.batch import SampleBatcher
+from ..datapipes.blend import Blender, WeightChange
+from ..datapipes.core import MAX_NUMBER, IndexedDataPipe
+from ..datapipes.errors import ArgumentTypeError, JournalError
+from ..datapipes.journal import Journal, path_to_blend
+from ..datapipes.steps import StepTable
+from .base import Adapter
+from .surgery import rewritten
+
+__all__ = ["ApplyJournal"]
+
+
+class ApplyJournal(Adapter):
+    """The graph as the journal's changes make it: phases of its blends, breakpoints of its steps.
+
+    Apply it to the graph as it was built, without a resume skip. Raises JournalError where the journal
+    changes something that the graph does not have.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    def __call__(self, datapipe: DataPipe) -> IndexedDataPipe:
+        if not isinstance(datapipe, IndexedDataPipe):
+            raise ArgumentTypeError(f"a stream ({type(datapipe).__name__}) has no journal")
+        graph = datapipe
+        changes: dict[str, list[WeightChange]] = {}
+        for entry in self.journal.weights:
+            path = path_to_blend(graph, entry.blend)
+            if not path:
+                raise JournalError(f"the journal changes the weights of blend {entry.blend!r}, which the graph lacks")
+            blend = path[-1][0]
+            if not isinstance(blend, Blender) or len(blend.sources) != len(entry.weights):
+                raise JournalError(f"the journal has {len(entry.weights)} weights for blend {entry.blend!r}")
+            number = entry.sample  # in the run; then in each node further down
+            for node, index in path[:-1]:
+                if not node.trunk:
+                    number = node.source_bound(index, number)
+            change = WeightChange(min(number, MAX_NUMBER - 1), entry.weights)
+            changes.setdefault(entry.blend, []).append(change)
+            graph = rewritten(graph, {id(blend): blend.with_changes(changes[entry.blend])})
+        if self.journal.breakpoints is not None:
+            node = graph
+            while node.trunk and not isinstance(node, SampleBatcher):
+                node = node.datapipe
+            if isinstance(node, SampleBatcher):
+                table = StepTable(self.journal.breakpoints, node.unit)
+                graph = rewritten(graph, {id(node): node.with_steps(table)})
+        return graph

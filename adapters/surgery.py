@@ -1,0 +1,53 @@
+"""How graphs are looked through and cut.
+
+The graph as nested dicts is torch's `traverse_dps`: {id: (node, {id of input: …})}.
+"""
+
+from collections.abc import Sequence
+
+from ..datapipes._torch import DataPipe, DataPipeGraph, traverse_dps
+from ..datapipes.core import IndexedDataPipe
+
+__all__ = ["find_dps", "list_dps", "rewritten", "traverse_dps"]
+
+
+def list_dps(
+    graph: DataPipeGraph, exclude_dps: "DataPipe | Sequence[DataPipe] | None" = None
+) -> "list[DataPipe]":
+    """All nodes of a graph, breadth first, each once, without those at or below `exclude_dps`."""
+    if exclude_dps is None:
+        excluded = []
+    else:
+        excluded = list(exclude_dps) if isinstance(exclude_dps, (list, tuple)) else [exclude_dps]
+    seen = {id(node) for root in excluded for node in list_dps(traverse_dps(root))}
+    found: list[DataPipe] = []
+    level = [graph]
+    while level:
+        below = []
+        for part in level:
+            for key, (node, inputs) in part.items():
+                if key not in seen:
+                    seen.add(key)
+                    found.append(node)
+                    below.append(inputs)
+        level = below
+    return found
+
+
+def find_dps(graph: DataPipeGraph, dp_type: "type[DataPipe]") -> "list[DataPipe]":
+    """All nodes of exactly this type, breadth first, each once."""
+    return [node for node in list_dps(graph) if type(node) is dp_type]
+
+
+def rewritten(graph: IndexedDataPipe, change: "dict[int, IndexedDataPipe]") -> IndexedDataPipe:
+    """An indexed graph with nodes (by id) replaced, every reference to one. The given graph is unchanged."""
+    done = dict(change)
+
+    def walk(node: IndexedDataPipe) -> IndexedDataPipe:
+        if id(node) not in done:
+            children = [walk(child) for child in node.children]
+            same = all(a is b for a, b in zip(children, node.children, strict=True))
+            done[id(node)] = node if same else node.with_children(*children)
+        return done[id(node)]
+
+    return walk(graph)

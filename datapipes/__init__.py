@@ -1,0 +1,71 @@
+"""Graphs of datapipes: what a run's batches are, as a function of their number.
+
+The files of this package in the order in which a token passes them:
+
+    formats/   the kinds of token file            read.py     files as one token space
+    slice.py   windows (resize.py: other lengths) permute.py  the shuffle
+    blend.py   the mixture (weights.py: its law)  reorder.py  orders brought along
+    bound.py   skip, limit, once                  shard.py    one rank's part (topology.py)
+    batch.py   micro-batches (steps.py: steps)    collate.py  tensors
+    combine.py map, zip, concat                   recipe.py   read_tokens
+
+and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, journal.py (what
+changed during the run), ledger.py (contents, when), fingerprint.py, tree.py, errors.py.
+
+    >>> import tempfile, numpy as np
+    >>> path = tempfile.mkdtemp() + "/prose.npy"
+    >>> np.save(path, np.arange(1000, dtype=np.uint16))
+    >>> graph = TokenReader(path, name="prose").slice_sequences(8).permute(seed=7)
+    >>> print(graph.blend().batch_samples(4).collate_causal_lm().tree().replace(path, "prose.npy"))
+    collate_causal_lm()                                         sequence_length 8
+    batch_samples(micro_batch_size=4, global_batch_size=4)      1 micro-batch(es) a step, 31 a pass
+    blend()                                                     exact union
+    └─ prose 100.00%: permute(seed=7)
+       slice_sequences(sequence_length=8)                       124 samples an epoch
+       TokenReader(name=prose)                                  prose.npy: 1,000 uint16 tokens
+"""
+
+from .batch import Rows, SampleBatcher
+from .blend import Blender
+from .bound import Limiter, Once, Skipper
+from .collate import CausalLMCollator
+from .combine import Concater, Mapper, Zipper
+from .core import MAX_NUMBER, IndexedDataPipe
+from .formats.own import TokenFileWriter, verify_token_file
+from .ledger import ContentsRecord, WhenRecord
+from .permute import Permuter
+from .read import TokenReader
+from .recipe import read_tokens
+from .reorder import NanosetOrder, Reorderer
+from .resize import SequenceResizer
+from .shard import RankSharder
+from .slice import SequenceSlicer
+from .topology import Topology
+
+__all__ = [
+    "MAX_NUMBER",
+    "Blender",
+    "CausalLMCollator",
+    "Concater",
+    "ContentsRecord",
+    "IndexedDataPipe",
+    "Limiter",
+    "Mapper",
+    "NanosetOrder",
+    "Once",
+    "Permuter",
+    "RankSharder",
+    "Reorderer",
+    "Rows",
+    "SampleBatcher",
+    "SequenceResizer",
+    "SequenceSlicer",
+    "Skipper",
+    "TokenFileWriter",
+    "TokenReader",
+    "Topology",
+    "WhenRecord",
+    "Zipper",
+    "read_tokens",
+    "verify_token_file",
+]

@@ -1,0 +1,174 @@
+"""The kernels of `_kernels_numba.py` in NumPy and plain Python: the same bits, more slowly.
+
+They are the oracle of the tests, and what runs where numba cannot compile. `gather` here takes the
+files' arrays instead of their addresses.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["blend_route", "blend_unroute", "gather", "nanoset_counts", "permute"]
+
+Int64s = npt.NDArray[np.int64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_NARROW = 1 << 32
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _feistel(index: Int64s, size: int, key: np.ndarray, inverse: bool) -> Int64s:
+    """One size, one key an element."""
+    if size <= 1:
+        return index
+    bits = max(6, (size - 1).bit_length())
+    low, high = np.uint64(bits // 2), np.uint64(bits - bits // 2)
+    mask = np.uint64((1 << int(low)) - 1)
+    low_shift, high_shift = np.uint64(64) - low, np.uint64(64) - high
+    x = index.astype(np.uint64)
+    todo = np.arange(x.size)
+    while todo.size:
+        left, right, k = x[todo] >> low, x[todo] & mask, key[todo]
+        rounds = range(8, 0, -1) if inverse else range(1, 9)
+        for r in rounds:
+            step = k + _GOLDEN * np.uint64(r)
+            if r % 2:
+                left ^= _mix(right + step) >> high_shift
+            else:
+                right ^= _mix(left + step) >> low_shift
+        x[todo] = (left << low) | right
+        todo = todo[x[todo] >= np.uint64(size)]
+    return x.astype(np.int64)
+
+
+def permute(
+    numbers: Int64s,
+    out: Int64s,
+    length: int,
+    block: int,
+    end: int,
+    key: int,
+    by_block: bool,
+    inverse: bool,
+) -> None:
+    with np.errstate(over="ignore"):
+        epoch = numbers // length
+        b = (numbers - epoch * length) // block
+        first = epoch * length + b * block
+        size = np.minimum(np.minimum(block, length - b * block), end - first)
+        k = _mix(np.uint64(key) + _GOLDEN * (epoch + 1).astype(np.uint64))
+        if by_block:
+            k = _mix(k + _GOLDEN * (b + 1).astype(np.uint64))
+        for n in np.unique(size):
+            at = np.flatnonzero(size == n)
+            out[at] = first[at] + _feistel(numbers[at] - first[at], int(n), k[at], inverse)
+
+
+def _muldiv(x: Int64s, a: int, phi: int, n: int) -> tuple[Int64s, Int64s]:
+    if n <= _NARROW:
+        t = x.astype(np.uint64) * np.uint64(a) + np.uint64(phi)
+        q = t // np.uint64(n)
+        return q.astype(np.int64), (t - q * np.uint64(n)).astype(np.int64)
+    pairs = [divmod(int(v) * a + phi, n) for v in x]  # beyond 64 bits: Python's integers
+    result = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return result[:, 0], result[:, 1]
+
+
+def blend_route(
+    numbers: Int64s,
+    out_source: Int64s,
+    out_number: Int64s,
+    first: Int64s,
+    root: Int64s,
+    offset: Int64s,
+    left: Int64s,
+    right: Int64s,
+    weight: Int64s,
+    total: Int64s,
+) -> None:
+    phase = np.searchsorted(first, numbers, side="right") - 1
+    todo = []
+    for p in np.unique(phase):
+        at = np.flatnonzero(phase == p)
+        todo.append((int(p), int(root[p]), at, numbers[at] - first[p]))
+    while todo:
+        p, v, at, k = todo.pop()
+        if v < 0:
+            out_source[at] = -v - 1
+            out_number[at] = offset[p, -v - 1] + k
+            continue
+        n, a = int(total[v]), int(weight[v])
+        q = k // n
+        x, r = _muldiv(k - q * n, a, n // 2, n)
+        lefts = q * a + x
+        goes_left = r + a >= n
+        for side, mask, number in ((left, goes_left, lefts), (right, ~goes_left, k - lefts)):
+            if mask.any():
+                todo.append((p, int(side[v]), at[mask], number[mask]))
+
+
+def blend_unroute(
+    source: int,
+    numbers: Int64s,
+    out: Int64s,
+    first: Int64s,
+    offset: Int64s,
+    leaf: Int64s,
+    parent: Int64s,
+    left: Int64s,
+    weight: Int64s,
+    total: Int64s,
+    end: int,
+) -> None:
+    for i, number in enumerate(numbers.tolist()):
+        p = first.size - 1
+        while p > 0 and offset[p, source] > number:
+            p -= 1
+        v = int(leaf[p, source])
+        out[i] = -1
+        if v == -1:
+            continue
+        k, child = number - int(offset[p, source]), -source - 1
+        while v >= 0:
+            n = int(total[v])
+            if left[v] == child:
+                w, phi = int(weight[v]), n // 2
+            else:
+                w, phi = n - int(weight[v]), n - 1 - n // 2
+            q, rest = divmod(k, w)
+            k = q * n + -((phi - (rest + 1) * n) // w) - 1
+            child, v = v, int(parent[v])
+        if int(first[p]) + k < end:
+            out[i] = int(first[p]) + k
+
+
+def gather(
+    starts: Int64s, width: int, out: Int64s, column: int, first: Int64s, arrays: "list[np.ndarray | None]"
+) -> int:
+    for row, start in enumerate(starts.tolist()):
+        if start < 0:
+            out[row, column : column + width] = 0
+            continue
+        f, done = int(np.searchsorted(first, start, side="right")) - 1, 0
+        while done < width:
+            if first[f + 1] > start + done:
+                tokens = arrays[f]
+                if tokens is None:
+                    return f
+                piece = tokens[start + done - first[f] :][: width - done]
+                out[row, column + done : column + done + piece.size] = piece
+                done += piece.size
+            f += 1
+    return -1
+
+
+def nanoset_counts(weights: np.ndarray, sizes: Int64s, dataset: Int64s, count: Int64s) -> None:
+    drawn = np.zeros(sizes.size, np.int64)
+    for i in range(dataset.size):
+        best = int(np.argmax(weights * max(float(i), 1.0) - drawn))
+        dataset[i], count[i] = best, drawn[best]
+        drawn[best] += 1

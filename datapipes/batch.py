@@ -1,0 +1,183 @@
+"""Micro-batches of one rank, and the optimizer steps that they make up."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._torch import functional_datapipe
+from .core import ROUTE_AHEAD, IndexedDataPipe, Int64s, as_count
+from .errors import BatchSizeError, ConfigurationError
+from .gather import plan_of, stacked
+from .steps import StepTable, as_schedule
+
+__all__ = ["Rows", "SampleBatcher"]
+
+
+class Rows(NamedTuple):
+    """One micro-batch before collation.
+
+    tokens: int64 (b, sequence_length + 1), or a list of b items where a map made something else.
+    sample_numbers: int64 (b,), −1 for padding. sources: int64 (b,), indices into `source_names`.
+    valid: bool (b,), False for padding; None unless `once(tail="pad")` is below.
+    """
+
+    tokens: Any
+    sample_numbers: Int64s
+    sources: Int64s
+    valid: "np.ndarray | None"
+
+
+@functional_datapipe("batch_samples")
+class SampleBatcher(IndexedDataPipe):
+    """Groups this rank's samples into micro-batches (functional: `batch_samples`, also `.batch`).
+
+    Args:
+        micro_batch_size: rows of one item.
+        global_batch_size: samples of one optimizer step over all ranks: a number, or a schedule
+            [(0, 64), (1000, 128)] of (step, size); left out: dp_size × the micro-batch.
+
+    Raises BatchSizeError where dp_size × micro-batch does not divide a size, with the nearest that it does.
+    Items are `Rows`. len: the batches of one pass, rounded down; where the numbers end, what is left of an
+    incomplete last step follows the `tail` of `once` (a `limit` drops it).
+    """
+
+    functional_name = "batch_samples"
+    trunk = True
+    in_order = False
+
+    def __init__(
+        self,
+        datapipe: IndexedDataPipe,
+        micro_batch_size: int,
+        global_batch_size: "int | Sequence[tuple[int, int]] | None" = None,
+    ) -> None:
+        super().__init__(datapipe)
+        self.micro_batch_size = as_count("micro_batch_size", micro_batch_size)
+        dp = datapipe.topology.dp_size if datapipe.topology else 1
+        self.unit = dp * self.micro_batch_size
+        self.schedule = as_schedule(global_batch_size, self.unit)
+        self._steps = StepTable.of(self.schedule, self.unit)
+        self.check()
+
+    def check(self) -> None:
+        child = self.datapipe
+        if child.steps is not None:
+            raise ConfigurationError("batch_samples stands once in a graph")
+        self._steps.check_from(child.first_sample)
+        order = self._order()
+        self._bound = order.first_sample + order.end if child.finite else None
+        if child.finite and child.first_sample == 0 and self.end == 0:
+            raise BatchSizeError(
+                f"the run has {order.end} samples, fewer than one step of {self._steps.size(0)}: nothing would be "
+                f"delivered; a global batch of at most {order.end}, or once(tail='pad') would do"
+            )
+
+    def with_steps(self, steps: StepTable) -> "SampleBatcher":
+        """The same batches counted by another table of steps (a run's breakpoints)."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy._steps = steps
+        return copy.with_children(*self.children)  # type: ignore[return-value]
+
+    def _order(self) -> IndexedDataPipe:
+        """The node whose numbers are the run's samples: the sharder's child, or ours."""
+        node = self.datapipe
+        while node.topology is not None and node.trunk:
+            node = node.datapipe
+        return node
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        size = self.schedule[0][1] if len(self.schedule) == 1 else [list(pair) for pair in self.schedule]
+        return {"micro_batch_size": self.micro_batch_size, "global_batch_size": size}
+
+    @property
+    def notes(self) -> str:
+        size = self._steps.size(0)
+        text = f"{size // self.unit:,} micro-batch(es) a step"
+        return text + (f", {self.end:,} in all" if self.finite else f", {len(self):,} a pass")
+
+    @property
+    def steps(self) -> StepTable:
+        return self._steps
+
+    @property
+    def skipped_items(self) -> int:
+        return self.first_sample // self.unit
+
+    @property
+    def samples_per_pass(self) -> int:
+        return self.datapipe.samples_per_pass // self.micro_batch_size
+
+    @property
+    def end(self) -> int:
+        child = self.datapipe
+        if self._bound is None:
+            return child.end // self.micro_batch_size
+        if self.tail == "uneven":
+            return -(-child.end // self.micro_batch_size)
+        last = self._steps.step_of(self._bound)
+        whole = self._steps.start(last)
+        if self.tail == "pad" and whole < self._bound:
+            whole = self._steps.start(last + 1)
+        return max(0, whole - child.first_sample) // self.unit
+
+    @property
+    def source_names(self) -> "list[str]":
+        """What the indices in `Rows.sources` stand for."""
+        return [leaf.name for leaf in plan_of(self.datapipe).leaves]
+
+    def fetch(self, numbers: Any, columns: Any = None) -> "list[Rows]":
+        return list(self._rows(self.checked(numbers), columns))
+
+    def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Rows]:
+        stop = self.end if stop is None else min(stop, self.end)
+        block = 1
+        while start < stop:
+            yield from self._rows(np.arange(start, min(start + block, stop), dtype=np.int64))
+            start += block
+            block = min(block * 4, ROUTE_AHEAD)
+
+    def _rows(self, batches: Int64s, columns: Any = None) -> Iterator[Rows]:
+        """All batches routed at once; each then gathered only when it is asked for."""
+        b, child, plan = self.micro_batch_size, self.datapipe, plan_of(self.datapipe)
+        numbers = (batches[:, None] * b + np.arange(b, dtype=np.int64)).reshape(-1)
+        samples = child.sample_numbers(numbers)
+        if self._bound is None or not (ended := samples >= self._bound).any():
+            valid = None
+            sources, places = self._routed(numbers)
+        else:
+            valid = ~ended
+            samples = np.where(ended, -1, samples)
+            sources, places = np.full(numbers.size, -1, np.int64), np.full(numbers.size, -1, np.int64)
+            sources[valid], places[valid] = self._routed(numbers[valid])
+        pad = self.tail == "pad"
+        for i in range(batches.size):
+            rows = slice(i * b, i * b + b)
+            kept = np.ones(b, np.bool_) if valid is None else valid[rows]
+            if not pad and not kept.all():
+                rows = np.flatnonzero(kept) + i * b  # type: ignore[assignment]
+            if plan.gather is not None:
+                tokens: Any = plan.gather.rows(places[rows], plan.width, columns)
+            else:
+                tokens = self._made(numbers[rows], kept, columns)
+            yield Rows(tokens, samples[rows], sources[rows], kept if pad else None)
+
+    def _routed(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        plan = plan_of(self.datapipe)
+        return plan.starts(numbers) if plan.gather is not None else plan.resolve(numbers)
+
+    def _made(self, numbers: Int64s, kept: np.ndarray, columns: Any) -> Any:
+        """Items that a map or zip below makes; padding repeats the first of them, and is masked later."""
+        valid = numbers[kept] if kept.size == numbers.size else numbers
+        if valid.size == 0:
+            raise ConfigurationError("a batch of padding alone needs rows of tokens, not mapped items")
+        made = self.datapipe.fetch(valid, columns) if columns is not None else self.datapipe.fetch(valid)
+        items = list(made)
+        if kept.size == numbers.size and not kept.all():
+            whole = [items[0]] * numbers.size
+            for place, item in zip(np.flatnonzero(kept).tolist(), items, strict=True):
+                whole[place] = item
+            items = whole
+        return stacked(items)

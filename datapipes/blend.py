@@ -1,0 +1,304 @@
+"""The mixture: which source delivers sample number k, and as which of its own samples."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._torch import functional_datapipe
+from .core import MAX_NUMBER, IndexedDataPipe, Int64s
+from .errors import ArgumentTypeError, ConfigurationError, SourceExhaustedError, WeightsError
+from .kernels import kernel
+from .weights import WeightTree, as_shares, quantise, tempered
+
+__all__ = ["Blender", "WeightChange"]
+
+ON_EXHAUSTED = ("stop", "renormalise", "error")
+
+
+class WeightChange(NamedTuple):
+    """From the blend's number `number` on, its sources have these integer weights."""
+
+    number: int
+    weights: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Phases:
+    """The blend as arrays: a phase is a stretch of numbers with one set of weights."""
+
+    first: Int64s  # (phases,) the phase's first number
+    root: Int64s  # (phases,)
+    offset: Int64s  # (phases, sources) what each source has given before the phase
+    leaf: Int64s  # (phases, sources)
+    parent: Int64s  # (nodes,)
+    left: Int64s
+    right: Int64s
+    weight: Int64s
+    total: Int64s
+    trees: tuple[WeightTree, ...]
+    end: int
+    exhausted: "str | None"  # the source whose cap ends the numbers
+
+
+@functional_datapipe("blend")
+class Blender(IndexedDataPipe):
+    """Mixes named sources by weight (functional: `blend`), O(log sources) a number, nothing stored.
+
+    At every prefix of a phase (a stretch between changes of the weights) each source is within 2 samples
+    of its stored share; each source's samples come in its own order, so nothing repeats before the
+    source is through, and a change of weights neither repeats nor loses one. See docs/blend.md.
+
+    Without weights it is the exact union: every `len` numbers hold each sample of every source once.
+
+    Args:
+        datapipe, *others: indexed nodes with different names and one sequence_length.
+        weights: {name: weight} or a list in the order of the sources; only ratios count, 0 is never drawn.
+        temperature: share ** (1 / temperature); without weights, of the sources' lengths.
+        repeats: {name: times}, without weights: how often the union holds a source an epoch (fractions too).
+        max_epochs: {name: epochs}, or one number for all: a cap on a source.
+        on_exhausted: what follows when a source reaches its cap: "stop" (the graph ends there: the
+            default), "renormalise" (the others go on in their ratio), "error" (SourceExhaustedError).
+        name: what a blend around this one calls it.
+
+    Raises WeightsError, ConfigurationError, ArgumentTypeError.
+    """
+
+    functional_name = "blend"
+
+    def __init__(
+        self,
+        datapipe: IndexedDataPipe,
+        *others: IndexedDataPipe,
+        weights: "Mapping[str, float] | Sequence[float] | None" = None,
+        temperature: "float | None" = None,
+        repeats: "Mapping[str, float] | None" = None,
+        max_epochs: "Mapping[str, float] | float | None" = None,
+        on_exhausted: str = "stop",
+        name: str = "",
+    ) -> None:
+        super().__init__(datapipe, *others)
+        self.given_name = name
+        self.sources = tuple(child.name for child in self.children)
+        for source in self.sources:
+            if not source:
+                raise ConfigurationError("a blend's sources have names: give an inner blend or concat name=")
+            if self.sources.count(source) > 1:
+                raise ConfigurationError(
+                    f"two sources are named {source!r}; give one another name: TokenReader(..., name=...)"
+                )
+        if on_exhausted not in ON_EXHAUSTED:
+            raise ConfigurationError(f"on_exhausted is {on_exhausted!r}; one of {', '.join(ON_EXHAUSTED)} would do")
+        self.on_exhausted = on_exhausted
+        self.check()
+        lengths = [len(child) for child in self.children]
+        self.exact = weights is None and temperature is None
+        if self.exact:
+            self.weights = tuple(self._repeated(lengths, repeats))
+        else:
+            if repeats is not None:
+                raise WeightsError("repeats belongs to a blend without weights; max_epochs caps a weighted one")
+            given = as_shares(self.sources, weights) if weights is not None else [float(n) for n in lengths]
+            self.weights = quantise(self.sources, tempered(given, temperature))
+        self.caps = self._caps(max_epochs, lengths)
+        self.changes: tuple[WeightChange, ...] = ()
+
+    def check(self) -> None:
+        lengths = {name: child.sequence_length for name, child in zip(self.sources, self.children, strict=True)}
+        if len(set(lengths.values())) > 1:
+            raise ConfigurationError(f"the sources of a blend have one sequence_length, got {lengths}")
+        for name, child in zip(self.sources, self.children, strict=True):
+            if child.finite and len(child) == 0:
+                raise ConfigurationError(f"source {name!r} has no samples")
+        self.__dict__.pop("phases", None)
+
+    def _repeated(self, lengths: "list[int]", repeats: "Mapping[str, float] | None") -> "list[int]":
+        if repeats is None:
+            return lengths
+        if not isinstance(repeats, Mapping):
+            raise ArgumentTypeError(f"repeats must be a dict by source name, got {repeats!r}")
+        times = as_shares(self.sources, {name: 1 for name in self.sources} | dict(repeats), "repeats")
+        result = [round(t * n) for t, n in zip(times, lengths, strict=True)]
+        for name, t, n in zip(self.sources, times, result, strict=True):
+            if t and not n:
+                raise WeightsError(f"repeats of source {name!r} is {t}: that is not one sample of it")
+        return result
+
+    def _caps(self, max_epochs: Any, lengths: "list[int]") -> "tuple[int | None, ...]":
+        """In samples of each source; a finite source is capped by its own end."""
+        if max_epochs is None:
+            given: dict[str, float] = {}
+        elif isinstance(max_epochs, Mapping):
+            given = dict(max_epochs)
+            if unknown := [name for name in given if name not in self.sources]:
+                raise WeightsError(f"max_epochs names {unknown[0]!r}; the sources are {', '.join(self.sources)}")
+        else:
+            given = {name: max_epochs for name in self.sources}
+        for name, epochs in given.items():
+            as_shares([name], [epochs], "max_epochs")
+        caps: list[int | None] = []
+        for name, child, n in zip(self.sources, self.children, lengths, strict=True):
+            cap = int(given[name] * n) if name in given else None
+            if cap == 0:
+                raise WeightsError(f"max_epochs of source {name!r} is {given[name]}: that is not one sample of it")
+            caps.append(min(cap or MAX_NUMBER, child.end) if child.finite else cap)
+        return tuple(caps)
+
+    # Phases -------------------------------------------------------------------------------------------
+
+    def with_changes(self, changes: "Sequence[WeightChange]") -> "Blender":
+        """The same blend with these changes of weights, in order of their numbers."""
+        copy = self.with_children(*self.children)
+        copy.changes = tuple(changes)
+        return copy
+
+    def integer_weights(self, weights: Any, temperature: "float | None" = None) -> tuple[int, ...]:
+        """What these weights are stored as. Raises WeightsError, ArgumentTypeError."""
+        return quantise(self.sources, tempered(as_shares(self.sources, weights), temperature))
+
+    @cached_property
+    def phases(self) -> _Phases:
+        first, trees, offsets = [0], [WeightTree(self.weights)], [[0] * len(self.sources)]
+        pending = list(self.changes)
+        end, exhausted = MAX_NUMBER, None
+        full: set[int] = set()
+        while True:
+            start, tree, offset = first[-1], trees[-1], offsets[-1]
+            # where the first cap of this phase is reached, and by whom
+            reached = min(
+                (
+                    (start + tree.place(s, cap - offset[s] - 1) + 1, s)
+                    for s, cap in enumerate(self.caps)
+                    if cap is not None and tree.weights[s] and cap > offset[s]
+                ),
+                default=(MAX_NUMBER, -1),
+            )
+            change = pending[0].number if pending else MAX_NUMBER
+            if min(change, reached[0]) >= MAX_NUMBER:
+                break
+            if change <= reached[0]:
+                at, weights = change, pending.pop(0).weights
+            else:
+                at, weights = reached[0], tree.weights
+            counts = [a + b for a, b in zip(offset, tree.counts(at - start), strict=True)]
+            full |= {s for s, cap in enumerate(self.caps) if cap is not None and counts[s] >= cap}
+            if full and any(weights[s] for s in full):
+                weights = tuple(0 if s in full else w for s, w in enumerate(weights))
+                if self.on_exhausted != "renormalise" or not any(weights):
+                    end, exhausted = at, self.sources[min(full)]
+                    break
+            if at == start:
+                first.pop(), trees.pop(), offsets.pop()
+            first.append(at), trees.append(WeightTree(weights)), offsets.append(counts)
+        return _arrays(first, trees, offsets, end, exhausted)
+
+    # The contract -------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.given_name or (self.children[0].name if len(self.children) == 1 else "")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        caps = {"caps": [0 if cap is None else cap for cap in self.caps]} if any(self.caps) else {}
+        what = {"on_exhausted": self.on_exhausted} if caps else {}
+        return {"exact": int(self.exact), "weights": list(self.weights), **caps, **what}
+
+    @property
+    def notes(self) -> str:
+        text = "exact union" if self.exact else "weighted"
+        if self.phases.exhausted:
+            text += f"; {self.phases.exhausted!r} is through at sample {self.phases.end:,}"
+        if self.changes:
+            text += f"; {len(self.changes)} change(s) of weights"
+        return text
+
+    def share(self, source: int) -> float:
+        """The stored share of a source before any change."""
+        return self.weights[source] / sum(self.weights)
+
+    @property
+    def samples_per_pass(self) -> int:
+        return sum(self.weights) if self.exact else sum(len(child) for child in self.children)
+
+    @property
+    def end(self) -> int:
+        return MAX_NUMBER if self.on_exhausted == "error" else self.phases.end
+
+    @property
+    def finite(self) -> bool:
+        return self.end < MAX_NUMBER
+
+    def route(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        p = self.phases
+        if numbers.size and numbers.max() >= p.end:
+            raise SourceExhaustedError(
+                f"source {p.exhausted!r} reaches its cap at sample {p.end}, and sample {numbers.max()} was asked "
+                'for; on_exhausted="renormalise" lets the others go on'
+            )
+        source, number = np.empty(numbers.size, np.int64), np.empty(numbers.size, np.int64)
+        function, _ = kernel("blend_route")
+        numbers = np.ascontiguousarray(numbers)
+        function(numbers, source, number, p.first, p.root, p.offset, p.left, p.right, p.weight, p.total)
+        return source, number
+
+    def unroute(self, source: int, numbers: Int64s) -> Int64s:
+        p = self.phases
+        out = np.empty(numbers.size, np.int64)
+        function, _ = kernel("blend_unroute")
+        numbers = np.ascontiguousarray(numbers)
+        function(
+            source, numbers, out, p.first, p.offset, p.leaf, p.parent, p.left, p.weight, p.total, p.end
+        )
+        return out
+
+    def source_bound(self, source: int, hi: int) -> int:
+        return self.counts(hi)[source]
+
+    def counts(self, hi: int) -> list[int]:
+        """How many samples of each source the numbers [0, hi) hold."""
+        p = self.phases
+        hi = min(hi, p.end)
+        i = int(np.searchsorted(p.first, hi, side="right")) - 1
+        return [int(a) + b for a, b in zip(p.offset[i], p.trees[i].counts(hi - int(p.first[i])), strict=True)]
+
+
+def _arrays(
+    first: "list[int]", trees: "list[WeightTree]", offsets: "list[list[int]]", end: int, exhausted: "str | None"
+) -> _Phases:
+    """All trees in one set of arrays: the node numbers of later trees are shifted."""
+    shifts = np.cumsum([0, *(len(tree.left) for tree in trees)])
+
+    def joined(name: str) -> Int64s:
+        parts = [
+            np.where((part := np.array(getattr(tree, name), np.int64)) >= 0, part + shift, part)
+            if name in ("left", "right", "parent")
+            else np.array(getattr(tree, name), np.int64)
+            for tree, shift in zip(trees, shifts, strict=False)
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def shifted(values: "list[Any]") -> Int64s:
+        rows = [
+            np.where((row := np.atleast_1d(np.array(value, np.int64))) >= 0, row + shift, row)
+            for value, shift in zip(values, shifts, strict=False)
+        ]
+        return np.ascontiguousarray(np.stack(rows))
+
+    return _Phases(
+        first=np.array(first, np.int64),
+        root=shifted([tree.root for tree in trees])[:, 0].copy(),
+        offset=np.array(offsets, np.int64).reshape(len(first), -1),
+        leaf=shifted([tree.leaf for tree in trees]),
+        parent=joined("parent"),
+        left=joined("left"),
+        right=joined("right"),
+        weight=joined("weight"),
+        total=joined("total"),
+        trees=tuple(trees),
+        end=end,
+        exhausted=exhausted,
+    )
+

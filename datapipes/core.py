@@ -1,0 +1,295 @@
+"""The contract of every indexed node, and the one `fetch` that all of them share.
+
+An indexed node answers "which item is number k?" without hidden state. A graph of them is a function
+from numbers to items that can be entered anywhere, asked both ways, and evaluated by any process:
+
+    batch numbers ──route──▶ sample numbers ──route──▶ … ──▶ places in token files ──one gather──▶ rows
+
+Nodes that only re-order say which of their children's numbers each of theirs is (`route`) and back
+(`unroute`). Nodes that make items (a slice of tokens, a mapped sample, a collated batch) override
+`fetch`. Everything else is written once, here and in `gather.py`.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ._torch import MapDataPipe
+from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError
+from .fluent import ALIASES, FluentMethods
+
+if TYPE_CHECKING:
+    from .steps import StepTable
+    from .topology import Topology
+
+__all__ = ["MAX_NUMBER", "IndexedDataPipe", "Int64s", "as_count", "as_numbers"]
+
+Int64s = npt.NDArray[np.int64]
+
+MAX_NUMBER = 2**63 - 1
+"""`end` of a node without a limit: its numbers are 0 … 2**63 - 2."""
+
+ROUTE_AHEAD = 64
+"""How many batches (or rows of one) are routed in one go; more costs latency and gains nothing."""
+
+
+def as_count(name: str, value: Any, minimum: int = 1) -> int:
+    """`value` as an int of at least `minimum`. Raises ArgumentTypeError, ConfigurationError."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise ArgumentTypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
+    if not minimum <= value < MAX_NUMBER:
+        raise ConfigurationError(f"{name} must be at least {minimum} and below 2**63 - 1, got {value}")
+    return int(value)
+
+
+def as_numbers(numbers: Any) -> Int64s:
+    """Numbers as a contiguous int64 array (n,). Raises ArgumentTypeError, OutOfRangeError."""
+    array = np.asarray(numbers)
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.ndim != 1:
+        raise ArgumentTypeError(f"numbers must be one-dimensional, got shape {array.shape}")
+    if array.dtype.kind == "O" and all(type(n) is int for n in array):
+        raise OutOfRangeError(f"numbers go up to 2**63 - 2, got {max(array.tolist(), key=abs)}")
+    if array.dtype.kind not in "iu":
+        raise ArgumentTypeError(f"numbers must be integers, got dtype {array.dtype}")
+    if array.dtype.kind == "u" and array.max() >= MAX_NUMBER:
+        raise OutOfRangeError(f"numbers go up to 2**63 - 2, got {array.max()}")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+class Unpickled:
+    """A box for what must stay in this process (maps, plans, handles): pickled, it arrives empty."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), ())
+
+    def __deepcopy__(self, memo: Any) -> "Unpickled":
+        return type(self)()
+
+
+class IndexedDataPipe(MapDataPipe, FluentMethods):
+    """A node whose items are a pure function of their number.
+
+    A subclass is immutable once built. It sets `children` (its inputs), `samples_per_pass`, and either
+
+    - re-orders: `route`, `unroute`, `source_bound`; or
+    - makes items: `fetch` (and `locate`, where the items are windows of tokens).
+
+    `settings` are the arguments that decide the order; they are part of the fingerprint.
+    """
+
+    functional_name: str = ""
+    trunk: bool = False
+    """Whether the node may stand between the order and the batches without changing the order: skip, limit,
+    once, map, shard, batch, collate. Such a node has one child."""
+    in_order: bool = True
+    """Whether the numbers [0, n) of the node use [0, m) of each child, for some m: false for permutes."""
+
+    def __init__(self, *children: "IndexedDataPipe") -> None:
+        for child in children:
+            if not isinstance(child, IndexedDataPipe):
+                raise ArgumentTypeError(
+                    f"{type(self).__name__} takes indexed nodes, got {type(child).__name__}: a stream has no "
+                    "numbers; start from TokenReader, or keep the whole graph a stream"
+                )
+        self.children: tuple[IndexedDataPipe, ...] = children
+        self._plan = Unpickled()
+
+    # What a subclass says -----------------------------------------------------------------------------
+
+    @property
+    def datapipe(self) -> "IndexedDataPipe":
+        """The only child of a node that has one."""
+        return self.children[0]
+
+    @property
+    def name(self) -> str:
+        """What the tokens below are called; a node with several children has no name unless given one."""
+        return self.datapipe.name if len(self.children) == 1 else ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """JSON-able arguments that decide the order of the items."""
+        return {}
+
+    @property
+    def notes(self) -> str:
+        """What the printed tree says beside the node."""
+        return ""
+
+    @property
+    def samples_per_pass(self) -> int:
+        """How many numbers one nominal pass has (before any finite `end` cuts it)."""
+        return self.datapipe.samples_per_pass
+
+    @property
+    def end(self) -> int:
+        """How many numbers exist: 2**63 - 1 unless a limit below says less."""
+        return self.datapipe.end
+
+    @property
+    def finite(self) -> bool:
+        """Whether a `limit`, `once` or `reorder` below ends the numbers."""
+        return any(child.finite for child in self.children)
+
+    @property
+    def tail(self) -> str:
+        """What becomes of an incomplete last step: "drop", "pad" or "uneven" (see `once`)."""
+        return self.datapipe.tail if len(self.children) == 1 else "drop"
+
+    @property
+    def first_sample(self) -> int:
+        """The sample number of the run's item 0: what a resume skip below has left out."""
+        return self.datapipe.first_sample if self.trunk else 0
+
+    @property
+    def skipped_items(self) -> int:
+        """How many items of this node a resume skip below has left out."""
+        return self.datapipe.skipped_items if self.trunk else 0
+
+    @property
+    def topology(self) -> "Topology | None":
+        """The place that a sharder below deals to, if there is one."""
+        return self.datapipe.topology if self.trunk else None
+
+    @property
+    def steps(self) -> "StepTable | None":
+        """The steps that a batcher below makes, if there is one."""
+        return self.datapipe.steps if self.trunk else None
+
+    def sample_numbers(self, numbers: Int64s) -> Int64s:
+        """(n,) of our numbers → (n,) their places in the run's global order (before the batcher)."""
+        return self.datapipe.sample_numbers(numbers) if self.trunk else numbers
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens a row (S); a row also carries the label token after them."""
+        lengths = {child.sequence_length for child in self.children}
+        if len(lengths) != 1:
+            raise ConfigurationError(f"{type(self).__name__} has no single sequence_length: {sorted(lengths)}")
+        return lengths.pop()
+
+    def route(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        """(n,) numbers → ((n,) indices of children, (n,) the children's numbers)."""
+        return np.zeros(numbers.size, np.int64), numbers
+
+    def unroute(self, source: int, numbers: Int64s) -> Int64s:
+        """The inverse of `route` for one child: (n,) its numbers → (n,) ours, −1 where never delivered."""
+        return np.where(numbers < self.end, numbers, -1)
+
+    def places(self, source: int, numbers: Int64s) -> tuple[Int64s, Int64s]:
+        """All of our numbers that route to the child's `numbers`: (index into numbers, our number).
+
+        Only an order from a file can deliver one number twice; elsewhere this is `unroute`.
+        """
+        found = self.unroute(source, numbers)
+        which = np.flatnonzero(found >= 0)
+        return which, found[which]
+
+    def source_bound(self, source: int, hi: int) -> int:
+        """The smallest b such that our numbers [0, hi) touch only [0, b) of the child."""
+        return hi
+
+    def with_children(self, *children: "IndexedDataPipe") -> "IndexedDataPipe":
+        """The same node over other children; the node itself is unchanged."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy.children, copy._plan = children, Unpickled()
+        copy.check()
+        return copy
+
+    def check(self) -> None:
+        """Raises where the node does not fit its children; runs after each rewrite of the graph."""
+
+    # What every node then has -------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self.end if self.finite else min(self.samples_per_pass, self.end)
+
+    def __getitem__(self, index: int) -> Any:
+        n = len(self)
+        if isinstance(index, (bool, np.bool_)) or not isinstance(index, (int, np.integer)):
+            raise ArgumentTypeError(f"an index must be an integer, got {index!r} ({type(index).__name__})")
+        if not -n <= index < n:
+            raise OutOfRangeError(
+                f"index {index} is out of range for {type(self).__name__} of length {n}; "
+                "fetch() takes any number below end"
+            )
+        return self.fetch(np.array([index % n], np.int64))[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass: the items 0 … len − 1."""
+        return self.iterate(0, len(self))
+
+    def fetch(self, numbers: Any, columns: "Sequence[tuple[int, int]] | None" = None) -> Any:
+        """The items of these numbers, at once.
+
+        Args:
+            numbers: int64 (n,), each below `end`, in any order.
+            columns: only these [start, stop) ranges of each row's sequence_length + 1 tokens, end to end.
+
+        Returns: where the items are rows of tokens, an int64 array (n, L); else a list of n items.
+        Raises: OutOfRangeError for a number that does not exist.
+        """
+        from .gather import fetch_items
+
+        return fetch_items(self, self.checked(numbers), columns)
+
+    def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Any]:
+        """The items from number `start` on, up to `stop` (default: `end`), routed in blocks ahead."""
+        stop = self.end if stop is None else min(stop, self.end)
+        block = 1
+        while start < stop:
+            numbers = np.arange(start, min(start + block, stop), dtype=np.int64)
+            yield from self.fetch(numbers)
+            start += block
+            block = min(block * 4, ROUTE_AHEAD)
+
+    def checked(self, numbers: Any) -> Int64s:
+        """`numbers` as int64 (n,), each of which exists. Raises ArgumentTypeError, OutOfRangeError."""
+        array = as_numbers(numbers)
+        if array.size and not (0 <= array.min() and array.max() < self.end):
+            wrong = int(array.min()) if array.min() < 0 else int(array.max())
+            raise OutOfRangeError(f"number {wrong} does not exist in {type(self).__name__}: end is {self.end}")
+        return array
+
+    def tree(self) -> str:
+        """The graph as text, a node a line, from the batches down to the files, with counts."""
+        from .tree import render_tree
+
+        return render_tree(self)
+
+    def fingerprint(self) -> str:
+        """32 hex digits of what decides the order: the graph below the sharder, files by content.
+
+        No part of it: paths, adapters, limits and skips of the run, dtypes, topology, batch size.
+        Reads 64 blocks of 4 KiB a file, once. Raises TokenFileError.
+        """
+        from .fingerprint import order_fingerprint
+
+        return order_fingerprint(self)
+
+    # torch's own names, which must not lead out of the indexed world ------------------------------------
+
+    def __getattr__(self, attribute: str) -> Any:
+        function = MapDataPipe.functions.get(ALIASES.get(attribute, attribute))
+        if function is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {attribute!r}")
+        node = function.args[0] if isinstance(function, functools.partial) else None
+        if not (isinstance(node, type) and issubclass(node, IndexedDataPipe)):
+            raise AttributeError(
+                f"{type(self).__name__}.{attribute}: torch's node would lose the numbers (state, resume, "
+                "contents); an indexed graph has no such step"
+            )
+        return functools.partial(function, self)
+
+    def __repr__(self) -> str:
+        text = ", ".join(f"{key}={value!r}" for key, value in self.settings.items())
+        return f"{type(self).__name__}({text})"

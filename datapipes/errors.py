@@ -1,0 +1,116 @@
+"""Every exception that tokenpipe raises on purpose.
+
+Each is also the built-in that a caller would catch without knowing us:
+
+    TokenpipeError
+    ├── ConfigurationError (ValueError)       an argument's value cannot be used
+    │   ├── BatchSizeError                    micro-batch, global batch, step boundaries
+    │   ├── TopologyError                     ranks and sizes
+    │   └── WeightsError                      weights, temperature, caps of a blend
+    ├── ArgumentTypeError (TypeError)         an argument's type cannot be used
+    ├── OutOfRangeError (IndexError)          a number beyond `end`, an index beyond `len`
+    ├── TokenFileError (OSError)              a file that is missing, cut, or not what it says
+    ├── TokenIdError (ValueError)             a token id that does not fit
+    ├── StateError (ValueError)               a state that is not one of ours, or is damaged
+    │   └── StateMismatchError                a good state, of another order
+    ├── JournalError (ValueError)             a change of the run that cannot be recorded
+    ├── SourceExhaustedError (RuntimeError)   a capped source is through, and that is an error
+    └── LoaderError (RuntimeError)            a loader used out of turn
+        ├── IteratorInvalidatedError
+        └── LoaderShutdownError
+
+Warnings: `TokenFileWarning` (a file looks wrong), `LoaderWarning` (a call does nothing here).
+"""
+
+__all__ = [
+    "ArgumentTypeError",
+    "BatchSizeError",
+    "ConfigurationError",
+    "IteratorInvalidatedError",
+    "JournalError",
+    "LoaderError",
+    "LoaderShutdownError",
+    "LoaderWarning",
+    "OutOfRangeError",
+    "SourceExhaustedError",
+    "StateError",
+    "StateMismatchError",
+    "TokenFileError",
+    "TokenFileWarning",
+    "TokenIdError",
+    "TokenpipeError",
+    "TopologyError",
+    "WeightsError",
+]
+
+
+class TokenpipeError(Exception):
+    """The root of all exceptions that tokenpipe raises on purpose."""
+
+
+class ConfigurationError(TokenpipeError, ValueError):
+    """An argument's value cannot be used."""
+
+
+class BatchSizeError(ConfigurationError):
+    """A micro-batch or global batch size that does not divide, or a place inside a step."""
+
+
+class TopologyError(ConfigurationError):
+    """Ranks and sizes that do not fit each other."""
+
+
+class WeightsError(ConfigurationError):
+    """Weights, a temperature, repeats or caps that a blend cannot use."""
+
+
+class ArgumentTypeError(TokenpipeError, TypeError):
+    """An argument's type cannot be used."""
+
+
+class OutOfRangeError(TokenpipeError, IndexError):
+    """A number at or beyond `end`, or an index at or beyond `len`."""
+
+
+class TokenFileError(TokenpipeError, OSError):
+    """A token file that is missing, empty, cut, or not what its header or its caller says."""
+
+
+class TokenIdError(TokenpipeError, ValueError):
+    """A token id that does not fit the dtype or the vocabulary."""
+
+
+class StateError(TokenpipeError, ValueError):
+    """A state that is not one of ours, or is damaged."""
+
+
+class StateMismatchError(StateError):
+    """A sound state that belongs to another order; the message lists what differs."""
+
+
+class JournalError(TokenpipeError, ValueError):
+    """A change of the run that cannot be recorded."""
+
+
+class SourceExhaustedError(TokenpipeError, RuntimeError):
+    """A source with a cap is through, and `on_exhausted="error"` was asked for."""
+
+
+class LoaderError(TokenpipeError, RuntimeError):
+    """A loader used out of turn."""
+
+
+class IteratorInvalidatedError(LoaderError):
+    """An iterator that a newer one, a seek or a loaded state has replaced."""
+
+
+class LoaderShutdownError(LoaderError):
+    """A loader that was shut down."""
+
+
+class TokenFileWarning(UserWarning):
+    """A token file can be read, but looks as if the dtype or the vocabulary were another."""
+
+
+class LoaderWarning(UserWarning):
+    """A call that has no effect here."""

@@ -1,0 +1,108 @@
+"""What decides the order, as a hash: graphs by their settings, files by their contents.
+
+A file's fingerprint, version 1: BLAKE2b over its token count, its dtype, and 64 blocks of 4 KiB at places
+keyed by the count (all of it, where it is smaller). Paths and times are no part of it. An edit between the
+sampled blocks goes unseen; a token file of ours carries a whole hash for that (`verify_token_file`).
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .errors import TokenFileError
+from .formats import TokenLayout
+
+if TYPE_CHECKING:
+    from .core import IndexedDataPipe
+
+__all__ = ["describe_order", "files_fingerprint", "order_fingerprint", "order_of", "source_contents"]
+
+BLOCKS, BLOCK = 64, 4096
+
+
+def files_fingerprint(files: Sequence[TokenLayout]) -> str:
+    """32 hex digits of the contents of files in order. Raises TokenFileError."""
+    total = hashlib.blake2b(digest_size=16)
+    for file in files:
+        total.update(_file_digest(file))
+    return total.hexdigest()
+
+
+def _file_digest(file: TokenLayout) -> bytes:
+    head = f"tokenpipe file 1|{file.tokens}|{file.dtype.name}".encode()
+    digest = hashlib.blake2b(head, digest_size=32)
+    length = file.tokens * file.dtype.itemsize
+    if length <= BLOCKS * BLOCK:
+        places = [(0, length)]
+    else:
+        keyed = hashlib.shake_128(head).digest(8 * BLOCKS)
+        span = length - BLOCK + 1
+        places = sorted(
+            (int.from_bytes(keyed[i : i + 8], "little") % span, BLOCK) for i in range(0, 8 * BLOCKS, 8)
+        )
+    try:
+        with file.local.open("rb") as handle:
+            for place, count in places:
+                handle.seek(file.offset + place)
+                block = handle.read(count)
+                if len(block) != count:
+                    raise TokenFileError(f"{file.path}: was cut after the graph was built")
+                digest.update(block)
+    except OSError as error:
+        if isinstance(error, TokenFileError):
+            raise
+        raise TokenFileError(error.errno, f"cannot read for its fingerprint: {error.strerror}", file.path) from error
+    return digest.digest()
+
+
+def order_of(graph: "IndexedDataPipe") -> "IndexedDataPipe":
+    """The part of a graph that decides the order: below sharder, batcher, limits, skips, maps of the run."""
+    while graph.trunk:
+        graph = graph.datapipe
+    return graph
+
+
+def source_contents(graph: "IndexedDataPipe") -> "dict[str, str]":
+    """{source name: fingerprint of its files} of all readers below; reads the files once."""
+    from .read import TokenReader
+
+    if isinstance(graph, TokenReader):
+        return {graph.name: graph.content}
+    found: dict[str, str] = {}
+    for child in graph.children:
+        for name, content in source_contents(child).items():
+            # one name, two readers (a graph without a blend): both count
+            same = name not in found or found[name] == content
+            found[name] = content if same else hashlib.blake2b((found[name] + content).encode(), digest_size=16).hexdigest()
+    return found
+
+
+def describe_order(graph: "IndexedDataPipe") -> "dict[str, str]":
+    """{place in the graph: node and settings} of what decides the order, without the files' contents."""
+    lines: dict[str, str] = {}
+
+    def walk(node: "IndexedDataPipe", place: str) -> None:
+        from .combine import Mapper
+        from .read import TokenReader
+
+        if isinstance(node, TokenReader):
+            return
+        if not isinstance(node, Mapper):  # a user's function decides contents, not places
+            settings = json.dumps(node.settings, sort_keys=True, separators=(",", ":"))
+            key = f"{place}{node.functional_name}"
+            while key in lines:
+                key += "'"
+            lines[key] = settings
+        several = len(node.children) > 1 or node.functional_name == "blend"
+        for i, child in enumerate(node.children):
+            walk(child, f"{place}{child.name or i}/" if several else place)
+
+    walk(order_of(graph), "")
+    return lines
+
+
+def order_fingerprint(graph: "IndexedDataPipe") -> str:
+    """32 hex digits; see IndexedDataPipe.fingerprint."""
+    text = json.dumps([describe_order(graph), source_contents(order_of(graph))], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

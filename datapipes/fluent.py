@@ -1,0 +1,102 @@
+"""The functional names as typed methods, for checkers and editors; at run time torch's registry serves.
+
+A test holds each signature here to the constructor of its node.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping, Sequence
+
+    from .batch import SampleBatcher
+    from .blend import Blender
+    from .bound import Limiter, Once, Skipper
+    from .collate import CausalLMCollator
+    from .combine import Concater, Mapper, Zipper
+    from .core import IndexedDataPipe
+    from .permute import Permuter
+    from .reorder import NanosetOrder, Reorderer
+    from .resize import SequenceResizer
+    from .shard import RankSharder
+    from .slice import SequenceSlicer
+    from .topology import Topology
+
+__all__ = ["ALIASES", "FluentMethods"]
+
+ALIASES = {
+    "batch": "batch_samples",
+    "concat": "concat_items",
+    "map": "map_items",
+    "shuffle": "permute",
+    "zip": "zip_items",
+}
+"""torch core's names on an indexed node → the registered names of our nodes."""
+
+
+class FluentMethods:
+    """What every indexed node can be followed by."""
+
+    if TYPE_CHECKING:
+        # Not IndexedDataPipe's own methods: each builds the node of that functional name over self.
+
+        def slice_sequences(self, sequence_length: int, unit: int | None = None) -> SequenceSlicer: ...
+
+        def permute(self, seed: int, window: int | None = None) -> Permuter: ...
+
+        def resize_sequences(self, sequence_length: int, after: int) -> SequenceResizer: ...
+
+        def blend(
+            self,
+            *others: IndexedDataPipe,
+            weights: Mapping[str, float] | Sequence[float] | None = None,
+            temperature: float | None = None,
+            repeats: Mapping[str, float] | None = None,
+            max_epochs: Mapping[str, float] | float | None = None,
+            on_exhausted: str = "stop",
+            name: str = "",
+        ) -> Blender: ...
+
+        def reorder(self, file: str | os.PathLike[str]) -> Reorderer: ...
+
+        def order_nanoset(
+            self,
+            *others: IndexedDataPipe,
+            num_samples: int,
+            weights: Sequence[float] | dict[str, float] | None = None,
+            seed: int = 1234,
+        ) -> NanosetOrder: ...
+
+        def skip(self, samples: int) -> Skipper: ...
+
+        def limit(
+            self, samples: int | None = None, steps: int | None = None, passes: int | None = None
+        ) -> Limiter: ...
+
+        def once(self, tail: str = "drop") -> Once: ...
+
+        def shard_ranks(self, topology: Topology, seed: int | None = None) -> RankSharder: ...
+
+        def batch_samples(
+            self,
+            micro_batch_size: int,
+            global_batch_size: int | Sequence[tuple[int, int]] | None = None,
+        ) -> SampleBatcher: ...
+
+        def collate_causal_lm(
+            self, source_ids: bool = False, sample_numbers: bool = False
+        ) -> CausalLMCollator: ...
+
+        def map_items(self, fn: Callable[[Any], Any], seeded: bool = True) -> Mapper: ...
+
+        def zip_items(self, *others: IndexedDataPipe) -> Zipper: ...
+
+        def concat_items(self, *others: IndexedDataPipe, name: str = "") -> Concater: ...
+
+        batch = batch_samples
+        concat = concat_items
+        map = map_items
+        shuffle = permute
+        zip = zip_items

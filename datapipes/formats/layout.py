@@ -1,0 +1,60 @@
+"""What any token file comes down to: where its tokens are, how many, and of which dtype."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigurationError
+
+__all__ = ["DTYPES", "TokenLayout", "as_dtype"]
+
+DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "uint32", "int32", "int64")}
+"""The dtypes that tokens are stored in, little-endian."""
+
+
+def as_dtype(value: object) -> np.dtype:
+    """One of DTYPES, from a name or a NumPy dtype. Raises ConfigurationError."""
+    try:
+        name = np.dtype(value).name  # type: ignore[call-overload]
+    except TypeError:
+        name = repr(value)
+    if name not in DTYPES:
+        raise ConfigurationError(f"dtype {value!r} cannot hold tokens; one of {', '.join(DTYPES)} would do")
+    return DTYPES[name]
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Where the tokens of one file are.
+
+    path: as the caller gave it. offset: bytes before the first token. tokens: how many.
+    documents: how many document ends are stored from byte `ends_offset` on (uint64, in tokens), or 0.
+    max_token_id, vocab_size: what a header promises, or None.
+    """
+
+    path: str
+    dtype: np.dtype
+    offset: int
+    tokens: int
+    size: int
+    documents: int = 0
+    ends_offset: int = 0
+    max_token_id: "int | None" = None
+    vocab_size: "int | None" = None
+
+    @property
+    def local(self) -> Path:
+        return Path(self.path.removeprefix("file://"))
+
+    @property
+    def itemcode(self) -> int:
+        """The kernels' code for the dtype: bytes an item, negative if signed (int64 is 8)."""
+        return {"u": 1, "i": -1}[self.dtype.kind] * self.dtype.itemsize if self.dtype.itemsize < 8 else 8
+
+    def document_ends(self) -> npt.NDArray[np.uint64]:
+        """Cumulative document ends in tokens, uint64 (documents,), mapped from the file."""
+        if not self.documents:
+            return np.empty(0, np.uint64)
+        return np.memmap(self.local, np.dtype("<u8"), "r", self.ends_offset, (self.documents,))

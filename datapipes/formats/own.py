@@ -1,0 +1,220 @@
+"""tokenpipe's own token file: header, tokens, document ends; checked before anything is mapped.
+
+All integers little-endian:
+
+    byte  0   8   magic  b"TOKPIPE\\0"
+          8   u32 version, 1
+         12   u32 dtype code (1 uint8, 2 uint16, 3 uint32, 4 int32, 5 int64)
+         16   u64 tokens
+         24   u64 documents
+         32   u64 vocabulary size, 0 where unknown
+         40   u64 the largest token id in the file
+         48   u64 end-of-text id + 1, 0 where there is none
+         56   32  BLAKE2b-256 of tokens, padding and document ends
+         88   64  tokenizer name, UTF-8, zero-padded
+        152   32  tokenizer hash
+        184   68  zeros
+        252   u32 CRC-32 of bytes 0 … 251
+        256       tokens
+                  zeros up to a multiple of 8
+                  u64 × documents: cumulative document ends, in tokens; the last is `tokens`
+"""
+
+import hashlib
+import os
+import shutil
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+
+from ..errors import ConfigurationError, TokenFileError, TokenIdError
+from .layout import DTYPES, TokenLayout, as_dtype
+
+__all__ = ["TokenFileWriter", "verify_token_file"]
+
+MAGIC = b"TOKPIPE\0"
+HEADER = 256
+_HEADER = struct.Struct("<8sIIQQQQQ32s64s32s68x")
+_CODES = {1: "uint8", 2: "uint16", 3: "uint32", 4: "int32", 5: "int64"}
+
+
+def recognises(head: bytes) -> bool:
+    return head.startswith(MAGIC)
+
+
+def layout(path: str, head: bytes, size: int, dtype: "np.dtype | None") -> TokenLayout:
+    if len(head) < HEADER:
+        raise TokenFileError(f"{path}: cut inside its header: {size} bytes, the header alone has {HEADER}")
+    if zlib.crc32(head[:252]) != int.from_bytes(head[252:256], "little"):
+        raise TokenFileError(f"{path}: its header is damaged (CRC-32 does not match)")
+    _, version, code, tokens, documents, vocab_size, largest, _, _, _, _ = _HEADER.unpack(head[:252])
+    if version != 1 or code not in _CODES:
+        raise TokenFileError(f"{path}: version {version}, dtype code {code}: written by a later tokenpipe?")
+    stored = DTYPES[_CODES[code]]
+    ends_offset = _aligned(HEADER + tokens * stored.itemsize)
+    expected = ends_offset + 8 * documents
+    if size != expected:
+        raise TokenFileError(
+            f"{path}: {tokens} {stored.name} tokens and {documents} document ends make {expected} bytes, but "
+            f"the file has {size}: it was cut or appended to"
+        )
+    if tokens == 0:
+        raise TokenFileError(f"{path}: the token file is empty; a source needs at least one token")
+    return TokenLayout(path, stored, HEADER, tokens, size, documents, ends_offset, largest, vocab_size or None)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // 8) * 8
+
+
+class TokenFileWriter:
+    """Writes one token file, a document at a time; nothing stands under `path` before it is whole.
+
+    Memory does not grow with the file. Token ids are checked before they are cast.
+
+    >>> import tempfile, os
+    >>> path = os.path.join(tempfile.mkdtemp(), "two.tok")
+    >>> with TokenFileWriter(path, vocab_size=100) as writer:
+    ...     writer.write([1, 2, 3])
+    ...     writer.write([4, 5])
+    >>> from tokenpipe.datapipes import TokenReader
+    >>> TokenReader(path).fetch([0, 4]).tolist()
+    [1, 5]
+
+    Args:
+        path: the final name; an existing file is replaced.
+        vocab_size: ids must be below it; also chooses the dtype (uint16 up to 65,536, else uint32).
+        dtype: one of DTYPES, instead of that choice.
+        tokenizer: a name of at most 64 UTF-8 bytes. tokenizer_hash: at most 32 bytes.
+        end_of_text: the id that closes documents, for readers of the file; not added by the writer.
+
+    Raises ConfigurationError, TokenIdError (before anything of the document is written), OSError.
+    """
+
+    def __init__(
+        self,
+        path: "str | os.PathLike[str]",
+        vocab_size: "int | None" = None,
+        dtype: object = None,
+        tokenizer: str = "",
+        tokenizer_hash: bytes = b"",
+        end_of_text: "int | None" = None,
+    ) -> None:
+        if vocab_size is None and dtype is None:
+            raise ConfigurationError(f"{os.fspath(path)}: give vocab_size= or dtype=, to choose how ids are stored")
+        name = tokenizer.encode()
+        if len(name) > 64 or len(tokenizer_hash) > 32:
+            raise ConfigurationError("tokenizer has at most 64 UTF-8 bytes, tokenizer_hash at most 32 bytes")
+        self.path = Path(path)
+        self.dtype = as_dtype(dtype if dtype is not None else "uint16" if (vocab_size or 0) <= 65536 else "uint32")
+        limit = int(np.iinfo(self.dtype).max) + 1
+        self.vocab_size = vocab_size
+        self._limit = min(limit, vocab_size) if vocab_size is not None else limit
+        self._names = (name, tokenizer_hash)
+        self._end_of_text = 0 if end_of_text is None else end_of_text + 1
+        self._hash = hashlib.blake2b(digest_size=32)
+        self.tokens = self.documents = self._largest = 0
+        handle, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
+        self._temporary = Path(temporary)
+        self._file: IO[bytes] = os.fdopen(handle, "wb")
+        self._ends: IO[bytes] = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115 - closed in close
+        self._file.write(bytes(HEADER))
+
+    def write(self, document: "Iterable[int] | np.ndarray") -> None:
+        """Appends one document (1-D integers, its end-of-text id included if it shall have one)."""
+        ids = np.asarray(document if isinstance(document, np.ndarray) else list(document))
+        if ids.size == 0:
+            return
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TokenIdError(f"a document is a 1-D sequence of integers, got shape {ids.shape}, {ids.dtype}")
+        largest, smallest = int(ids.max()), int(ids.min())
+        if smallest < 0 or largest >= self._limit:
+            wrong = smallest if smallest < 0 else largest
+            raise TokenIdError(
+                f"{self.path}: token id {wrong} in document {self.documents} does not fit: ids are "
+                f"0 … {self._limit - 1} (dtype {self.dtype.name}, vocab_size {self.vocab_size})"
+            )
+        self._largest = max(self._largest, largest)
+        self._put(ids.astype(self.dtype).tobytes())
+        self.tokens += ids.size
+        self.documents += 1
+        self._ends.write(self.tokens.to_bytes(8, "little"))
+
+    def _put(self, data: bytes) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+
+    def close(self) -> None:
+        """Completes the file and gives it its name. Raises ConfigurationError if it has no token."""
+        if self._file.closed:
+            return
+        if not self.tokens:
+            self.abort()
+            raise ConfigurationError(f"{self.path}: no document with a token was written")
+        at = HEADER + self.tokens * self.dtype.itemsize
+        self._put(bytes(_aligned(at) - at))
+        self._ends.seek(0)
+        while block := self._ends.read(1 << 20):
+            self._put(block)
+        code = {name: code for code, name in _CODES.items()}[self.dtype.name]
+        name, digest = self._names
+        head = _HEADER.pack(
+            MAGIC, 1, code, self.tokens, self.documents, self.vocab_size or 0, self._largest,
+            self._end_of_text, self._hash.digest(), name, digest,
+        )  # fmt: skip
+        self._file.seek(0)
+        self._file.write(head + zlib.crc32(head).to_bytes(4, "little"))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._ends.close()
+        shutil.copymode(self.path, self._temporary) if self.path.exists() else self._temporary.chmod(0o644)
+        self._temporary.replace(self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def abort(self) -> None:
+        """Throws away what was written; `path` stays as it was."""
+        self._file.close()
+        self._ends.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> "TokenFileWriter":
+        return self
+
+    def __exit__(
+        self, kind: "type[BaseException] | None", error: "BaseException | None", trace: "TracebackType | None"
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+def verify_token_file(path: "str | os.PathLike[str]") -> None:
+    """Reads a whole token file of ours and compares its hash. Raises TokenFileError."""
+    from . import read_layout
+
+    found = read_layout(path)
+    with found.local.open("rb") as file:
+        head = file.read(HEADER)
+        if not recognises(head):
+            raise TokenFileError(f"{os.fspath(path)}: not a tokenpipe token file, so it carries no hash")
+        digest: Any = hashlib.blake2b(digest_size=32)
+        while block := file.read(1 << 20):
+            digest.update(block)
+    expected = _HEADER.unpack(head[:252])[8]
+    if digest.digest() != expected:
+        raise TokenFileError(
+            f"{os.fspath(path)}: its contents are damaged: BLAKE2b is {digest.hexdigest()}, the header says "
+            f"{expected.hex()}"
+        )

@@ -1,0 +1,181 @@
+"""The order, asked both ways: what does step n hold (`contents`), when is a token seen (`when`)."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from .core import IndexedDataPipe, Int64s, as_count
+from .errors import ConfigurationError, OutOfRangeError
+from .fingerprint import order_of
+from .gather import Routes, makes_items
+from .shard import RankSharder
+from .steps import StepTable
+
+__all__ = ["ContentsRecord", "WhenRecord", "contents", "steps_of", "when"]
+
+
+class ContentsRecord(NamedTuple):
+    """One row of a step.
+
+    sample_number: its place in the run's global order. source, epoch: which source, which time round it.
+    token: its first token's place in the source; file: the path as given; file_token: the same token's
+    place in that file. The row is `sequence_length` tokens from there, and one more as the last label.
+    """
+
+    step: int
+    rank: int
+    micro_batch: int
+    row: int
+    sample_number: int
+    source: str
+    epoch: int
+    token: int
+    file: str
+    file_token: int
+
+
+class WhenRecord(NamedTuple):
+    """One row that has the token as a label."""
+
+    step: int
+    rank: int
+    micro_batch: int
+    row: int
+
+
+class _View:
+    """A graph seen as a run: the order, how it is dealt, and its steps, from sample 0 on."""
+
+    def __init__(self, graph: IndexedDataPipe) -> None:
+        self.steps, self.micro_batch_size = steps_of(graph)
+        self.sharder: RankSharder | None = None
+        self.bound = order_of(graph).end
+        self.first = graph.first_sample
+        node = graph
+        while node.trunk:
+            if isinstance(node, RankSharder):
+                self.sharder = node
+            if node.topology is None and node.steps is None:
+                self.bound = min(self.bound, node.first_sample + node.end)
+            node = node.datapipe
+        self.order = node
+        if graph.finite and graph.steps is not None and graph.tail != "uneven":
+            # a limit above the batcher, or an incomplete last step that is dropped
+            self.bound = min(self.bound, self.first + graph.end * self.steps.unit)
+
+    def dealt(self, samples: Int64s) -> "tuple[list[int], ...]":
+        """(n,) sample numbers → steps, ranks, micro-batches, rows."""
+        steps = [self.steps.step_of(sample) for sample in samples.tolist()]
+        starts = np.array([self.steps.start(step) for step in steps], np.int64)
+        if self.sharder is None:
+            rank, turn = np.zeros(samples.size, np.int64), samples - starts
+        else:
+            # rounds count from the step's first sample; after a resume on other ranks in the middle of a
+            # step, from there
+            dp = self.sharder.topology.dp_size
+            base = np.where((starts < self.first) & (samples >= self.first), self.first, starts)
+            turn, slot = np.divmod(samples - base, dp)
+            rank = self.sharder.topology.rank_of_slot(slot, self.sharder.turns(base + turn * dp))
+            turn = turn + -(-(base - starts) // dp)
+        batch, row = np.divmod(turn, self.micro_batch_size)
+        return steps, rank.tolist(), batch.tolist(), row.tolist()
+
+
+def steps_of(graph: IndexedDataPipe) -> tuple[StepTable, int]:
+    """A graph's steps and rows a micro-batch; without a batcher an item is one, on each rank."""
+    if graph.steps is not None:
+        node = graph
+        while not hasattr(node, "micro_batch_size"):
+            node = node.datapipe
+        return graph.steps, node.micro_batch_size
+    dp = graph.topology.dp_size if graph.topology else 1
+    return StepTable.of(((0, dp),), dp), 1
+
+
+def contents(graph: IndexedDataPipe, step: int) -> "list[ContentsRecord]":
+    """A record for each row of the whole step, on all ranks, in the order of their sample numbers.
+
+    Raises OutOfRangeError for a step beyond the run's end.
+    """
+    step = as_count("step", step, 0)
+    view = _View(graph)
+    start, stop = view.steps.start(step), min(view.steps.start(step + 1), view.bound)
+    if start >= stop:
+        raise OutOfRangeError(f"step {step} would begin at sample {start}; the run ends at sample {view.bound}")
+    samples = np.arange(start, stop, dtype=np.int64)
+    routes = Routes(view.order)
+    leaves, numbers = routes.resolve(samples)
+    records: list[ContentsRecord | None] = [None] * samples.size
+    dealt = list(zip(*view.dealt(samples), strict=True))
+    for index, leaf in enumerate(routes.leaves):
+        at = np.flatnonzero(leaves == index)
+        node, number = _windows(leaf, numbers[at])
+        tokens = node.starts(number)  # type: ignore[attr-defined]
+        files, places = node.reader.file_of(tokens)  # type: ignore[attr-defined]
+        epochs = node.epoch_of(number)  # type: ignore[attr-defined]
+        for i, token, file, place, epoch in zip(
+            at.tolist(), tokens.tolist(), files.tolist(), places.tolist(), epochs.tolist(), strict=True
+        ):
+            path = node.reader.files[file].path  # type: ignore[attr-defined]
+            records[i] = ContentsRecord(*dealt[i], start + i, leaf.name, epoch, token, path, place)
+    return [record for record in records if record is not None]
+
+
+def _windows(node: IndexedDataPipe, numbers: Int64s) -> tuple[IndexedDataPipe, Int64s]:
+    """Through maps below a blend, down to the windows of tokens."""
+    while not hasattr(node, "starts"):
+        if len(node.children) != 1:
+            raise ConfigurationError(
+                f"{type(node).__name__}: its items do not come from one place in one token file"
+            )
+        numbers = node.route(numbers)[1]
+        node = node.datapipe
+    return node, numbers
+
+
+def when(graph: IndexedDataPipe, source: str, token: int, steps: range) -> "list[WhenRecord]":
+    """Each row of these steps that has the source's token as a label, in order.
+
+    A row of `sequence_length` tokens has the tokens after its first one as labels, and one more. So token
+    0 of a source is never a label, nor are tokens after its last whole window.
+    Raises OutOfRangeError for a token that the source does not have, ConfigurationError for a source
+    that the graph does not have.
+    """
+    token = as_count("token", token, 0)
+    if not isinstance(steps, range) or steps.step != 1 or steps.start < 0:
+        raise ConfigurationError(f"steps must be a range with step 1 from 0 or later, got {steps!r}")
+    view = _View(graph)
+    low, high = view.steps.start(steps.start), min(view.steps.start(max(steps.stop, steps.start)), view.bound)
+    names: list[str] = []
+    found = list(_find(view.order, source, token, high, names)) if low < high else []
+    if not names and source not in (names := _source_names(view.order)):
+        raise ConfigurationError(f"no source is named {source!r}; the sources are {', '.join(map(repr, names))}")
+    samples = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+    samples = samples[(samples >= low) & (samples < high)]
+    return [WhenRecord(*record) for record in zip(*view.dealt(samples), strict=True)]
+
+
+def _find(
+    node: IndexedDataPipe, source: str, token: int, hi: int, names: "list[str]"
+) -> Iterator[Int64s]:
+    """The node's numbers below `hi` that hold the token as a label: leaf first, then upwards."""
+    if hasattr(node, "numbers_at"):
+        if node.name == source:
+            names.append(source)
+            tokens = node.reader.samples_per_pass  # type: ignore[attr-defined]
+            if token >= tokens:
+                raise OutOfRangeError(f"source {source!r} has {tokens} tokens, token {token} is not one of them")
+            yield node.numbers_at(token, hi)
+        return
+    if makes_items(node) and len(node.children) > 1:
+        raise ConfigurationError(f"{type(node).__name__}: its items do not come from one place in one token file")
+    for index, child in enumerate(node.children):
+        for numbers in _find(child, source, token, node.source_bound(index, hi), names):
+            yield node.places(index, numbers)[1]
+
+
+def _source_names(node: IndexedDataPipe) -> "list[str]":
+    if hasattr(node, "numbers_at"):
+        return [node.name]
+    return [name for child in node.children for name in _source_names(child)]

@@ -1,0 +1,58 @@
+"""Nanoset's three ways to name data, as a graph up to and including the blend."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .core import IndexedDataPipe, as_count
+from .errors import ArgumentTypeError, ConfigurationError
+from .read import TokenReader
+
+__all__ = ["read_tokens"]
+
+
+def read_tokens(
+    spec: "str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, float]",
+    sequence_length: int,
+    seed: int,
+    dtype: object = None,
+    order: "str | None" = None,
+    num_samples: "int | None" = None,
+) -> IndexedDataPipe:
+    """Token files as a shuffled blend: readers, slices, permutes and the blend over them.
+
+    Args:
+        spec: a path; a list of paths (each a source, unweighted: every epoch takes all of each); or
+            {path: weight}.
+        sequence_length: tokens a row; a row also carries the label token after them.
+        seed: of every source's permutation; with order="nanoset", of Nanoset's shuffle.
+        dtype: for raw files.
+        order: None, or "nanoset": Nanoset's own order, bit for bit, at its costs (see NanosetOrder).
+        num_samples: samples of the run; with order="nanoset" required, else `.limit(samples=num_samples)`.
+
+    Raises ConfigurationError, WeightsError, TokenFileError.
+    """
+    weights: Any = None
+    if isinstance(spec, (str, os.PathLike)):
+        paths: list[Any] = [spec]
+    elif isinstance(spec, Mapping):
+        paths, weights = list(spec), list(spec.values())
+    elif isinstance(spec, Sequence):
+        paths = list(spec)
+    else:
+        raise ArgumentTypeError(f"spec must be a path, a list of paths, or {{path: weight}}, got {spec!r}")
+    if not paths:
+        raise ConfigurationError("spec names no token file")
+    if order not in (None, "nanoset"):
+        raise ConfigurationError(f"order is {order!r}; None (the blend) or 'nanoset' would do")
+    slices = [TokenReader(path, dtype=dtype).slice_sequences(sequence_length) for path in paths]
+    if order == "nanoset":
+        if num_samples is None:
+            raise ConfigurationError(
+                "order='nanoset' needs num_samples: Nanoset's order is made for a number of samples "
+                "(train steps × global batch size)"
+            )
+        return slices[0].order_nanoset(*slices[1:], num_samples=num_samples, weights=weights, seed=seed)
+    first, *others = [node.permute(seed) for node in slices]
+    graph: IndexedDataPipe = first.blend(*others, weights=weights)
+    return graph if num_samples is None else graph.limit(samples=as_count("num_samples", num_samples))

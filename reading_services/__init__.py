@@ -1,0 +1,22 @@
+"""Running a graph: loaders, the services that run a graph for them, seeds and states.
+
+data_loader2.py is the loader; run.py is where an indexed run stands and what can be asked of it; state.py
+is what a checkpoint holds; interface.py and in_process.py are the services; seeds.py seeds streams.
+"""
+
+from .data_loader2 import DataLoader2, DataLoader2Iterator
+from .in_process import InProcessReadingService
+from .interface import CheckpointableReadingServiceInterface, ReadingServiceInterface, WorkerInfo
+from .seeds import SeedGenerator, set_datapipes_seed, set_graph_random_seed
+
+__all__ = [
+    "CheckpointableReadingServiceInterface",
+    "DataLoader2",
+    "DataLoader2Iterator",
+    "InProcessReadingService",
+    "ReadingServiceInterface",
+    "SeedGenerator",
+    "WorkerInfo",
+    "set_datapipes_seed",
+    "set_graph_random_seed",
+]

@@ -1,0 +1,323 @@
+"""The loader: a graph, adapted, run by a reading service, with a place that can be saved."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from ..datapipes import ledger
+from ..datapipes._torch import DataPipe, IterDataPipe, MapDataPipe
+from ..datapipes.core import IndexedDataPipe, as_count
+from ..datapipes.errors import (
+    ArgumentTypeError,
+    IteratorInvalidatedError,
+    LoaderError,
+    LoaderShutdownError,
+    LoaderWarning,
+)
+from ..datapipes.ledger import ContentsRecord, WhenRecord
+from .in_process import InProcessReadingService
+from .interface import ReadingServiceInterface
+from .run import IndexedRun
+from .seeds import SeedGenerator
+
+__all__ = ["DataLoader2", "DataLoader2Iterator"]
+
+GraphPass = Callable[[DataPipe], DataPipe]
+
+
+class DataLoader2Iterator:
+    """What `iter(loader)` gives. A newer one, a seek or a loaded state invalidates it.
+
+    Attributes other than these are those of the graph's own iterator.
+    """
+
+    def __init__(self, loader: "DataLoader2", items: Iterator[Any], number: int) -> None:
+        self._loader, self._items, self._number = loader, items, number
+        self._limit: int | None = None
+        self._left = 0
+
+    def __iter__(self) -> "DataLoader2Iterator":
+        return self
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        if self._number != loader._iterator_number:
+            loader._refuse(self._number)
+        if self._limit is not None:
+            if self._left <= 0:
+                raise StopIteration
+            self._left -= 1
+        try:
+            return next(self._items)
+        except StopIteration:
+            loader.reading_service.finalize_iteration()
+            raise
+        except BaseException as error:
+            if isinstance(error, Exception):
+                loader.shutdown()
+            raise
+
+    def limit(self, num_batches: "int | None") -> None:
+        """Stops after this many more items (None: no limit); `resume()` then allows as many again."""
+        self._limit = None if num_batches is None else as_count("num_batches", num_batches, 0)
+        self._left = self._limit or 0
+
+    def resume(self) -> None:
+        """Goes on after a limit was reached."""
+        self._left = self._limit or 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._items, name)
+
+
+class DataLoader2:
+    """Iterates a graph, and on an indexed graph knows where the run stands.
+
+    Args:
+        datapipe: the graph; the loader works on its own copy.
+        datapipe_adapter_fn: one adapter or several, applied in order, here.
+        reading_service: left out, an InProcessReadingService().
+
+    A new `iter()` goes on at the first item that was not delivered on an indexed graph (a finite one that
+    is through begins again, one with `once` begins anew at every `iter()`), and begins a new epoch on a
+    stream. `contents`, `when`, `state_dict` work at any time, after shutdown too.
+    """
+
+    def __init__(
+        self,
+        datapipe: DataPipe,
+        datapipe_adapter_fn: "GraphPass | Sequence[GraphPass] | None" = None,
+        reading_service: "ReadingServiceInterface | None" = None,
+    ) -> None:
+        self._terminated = True  # until all is well: __del__ of a half-built loader does nothing
+        if not isinstance(datapipe, (IterDataPipe, MapDataPipe)):
+            raise ArgumentTypeError(f"datapipe must be a graph of datapipes, got {type(datapipe).__name__}")
+        if reading_service is not None and not isinstance(reading_service, ReadingServiceInterface):
+            raise ArgumentTypeError(f"reading_service must be a ReadingServiceInterface, got {reading_service!r}")
+        graph = datapipe if isinstance(datapipe, IndexedDataPipe) else _copied(datapipe)
+        adapters = datapipe_adapter_fn or []
+        for adapter in adapters if isinstance(adapters, Sequence) else [adapters]:
+            graph = adapter(graph)
+        self.datapipe = graph
+        self.reading_service: ReadingServiceInterface = reading_service or InProcessReadingService()
+        self._run = IndexedRun(graph) if isinstance(graph, IndexedDataPipe) else None
+        self._iterator_number = 0
+        self._invalid_because = "a newer one was made"
+        self._items: Iterator[Any] | None = None
+        self._initialized = False
+        self._generator: SeedGenerator | None = None
+        self._seeded = False
+        self._terminated = False
+
+    # Iterating ------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> DataLoader2Iterator:
+        if self._terminated:
+            raise LoaderShutdownError("this loader was shut down; make another one to iterate")
+        self._drop_items("a newer one was made")
+        if not self._initialized:
+            self._initialize()
+        service, run = self.reading_service, self._run
+        if self._generator is None or not self._seeded:
+            # indexed graphs never touch torch's generator: their orders have seeds of their own
+            self._generator = SeedGenerator(0 if run is not None else None)
+        reset = service.initialize_iteration(self._generator)
+        if run is None:
+            if reset is not None:
+                self.datapipe = reset(self.datapipe)
+            self._items = service.iterate(self.datapipe)
+        else:
+            run.begin()
+            self._reset = reset
+            self._items = self._indexed_items()
+        return DataLoader2Iterator(self, _Current(self) if run is not None else self._items, self._iterator_number)
+
+    def _initialize(self) -> None:
+        graph = self.reading_service.initialize(self.datapipe)
+        if self._run is not None:
+            if not isinstance(graph, IndexedDataPipe):
+                raise LoaderError(
+                    f"{type(self.reading_service).__name__}.initialize made a stream of an indexed graph, which has "
+                    "no place to resume from"
+                )
+            if graph is not self.datapipe:
+                run = IndexedRun(graph)
+                run.move(self._run.consumed_samples, self._run.journal)
+                run.placed, self._run = self._run.placed, run
+        self.datapipe = graph
+        self._initialized = True
+
+    def _indexed_items(self) -> Iterator[Any]:
+        run = self._run
+        assert run is not None
+        graph = run.graph if self._reset is None else self._reset(run.graph)
+        return self.reading_service.iterate(graph)
+
+    def _drop_items(self, reason: str) -> None:
+        """Invalidates the iterator that is out, and drops what was read ahead for it."""
+        self._iterator_number += 1
+        self._invalid_because = reason
+        if self._items is not None:
+            _close(self._items)
+            self._items = None
+            self.reading_service.finalize_iteration()
+
+    def _refuse(self, number: int) -> None:
+        if self._terminated:
+            raise LoaderShutdownError("this loader was shut down; make another one to iterate")
+        raise IteratorInvalidatedError(
+            f"this iterator has been invalidated: {self._invalid_because}; take a new iter(loader)"
+        )
+
+    def seed(self, seed: int) -> None:
+        """Seeds the random nodes of a stream, from the next `iter()` on; later epochs go on from there.
+
+        Raises ValueError unless 0 ≤ seed < 2**64. The nodes of indexed graphs have seeds of their own.
+        """
+        generator = SeedGenerator(seed)
+        if self._run is not None and getattr(self.reading_service, "reset_fn", None) is None:
+            warnings.warn(
+                "seed() reaches the random nodes of streams, and this graph has none: indexed nodes take their "
+                "seeds as arguments (permute(seed=...), shard_ranks(seed=...))",
+                LoaderWarning,
+                stacklevel=2,
+            )
+        self._generator, self._seeded = generator, True
+
+    # Where an indexed run stands ------------------------------------------------------------------------
+
+    def _indexed(self, what: str) -> IndexedRun:
+        if self._run is None:
+            raise LoaderError(f"{what} needs an indexed graph; {type(self.datapipe).__name__} is a stream")
+        return self._run
+
+    def state_dict(self, step: "int | None" = None) -> "dict[str, Any]":
+        """Where the run stands: JSON-able, below 64 KiB, the same on every rank.
+
+        Args:
+            step: the state when this many steps are done, whatever was handed out; left out: now.
+        """
+        return self._indexed("state_dict").state_dict(step)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Goes on where a state says, on this graph's ranks and micro-batches. Invalidates the iterator.
+
+        Args:
+            state: what `state_dict` gave, or that as JSON text.
+
+        Raises StateError for what is no state, StateMismatchError (with every difference) for one of another
+        order, BatchSizeError for one from inside a step whose rest dp_size × micro-batch does not divide.
+        """
+        self._indexed("load_state_dict").load_state_dict(state)
+        self._drop_items("a state was loaded")
+
+    @classmethod
+    def from_state(
+        cls, state: Any, datapipe: DataPipe, reading_service: "ReadingServiceInterface | None" = None
+    ) -> "DataLoader2":
+        """A loader over this graph that goes on where the state says."""
+        loader = cls(datapipe, reading_service=reading_service)
+        loader.load_state_dict(state)
+        return loader
+
+    def seek(self, step: int) -> None:
+        """Goes on at a step's first sample, backwards or forwards; the journal stays. Invalidates the iterator."""
+        self._indexed("seek").seek(step)
+        self._drop_items(f"the loader was moved to step {step}")
+
+    def restart(self) -> None:
+        """The same as seek(0)."""
+        self.seek(0)
+
+    def update_weights(self, weights: Any, temperature: "float | None" = None) -> None:
+        """New weights of a blend from the first step on of which nothing was delivered.
+
+        Every rank must call it at the same step. The iterator stays valid; what was read ahead is dropped. A
+        resume is exact afterwards, nothing seen comes again, nothing unseen is lost.
+
+        Args:
+            weights: {source: weight} or a list in the order of the sources.
+
+        Raises WeightsError, JournalError (no blend, a permute above it, a change before a recorded one).
+        """
+        run = self._indexed("update_weights")
+        run.update_weights(weights, temperature)
+        if self._items is not None:
+            _close(self._items)
+            self._items = self._indexed_items()
+
+    def contents(self, step: int) -> "list[ContentsRecord]":
+        """What a step holds: a record for each row of the whole step, all ranks, by sample number."""
+        return ledger.contents(self._indexed("contents").graph, step)
+
+    def when(self, source: str, token: int, steps: range) -> "list[WhenRecord]":
+        """Which rows of these steps have the source's token as a label."""
+        return ledger.when(self._indexed("when").graph, source, token, steps)
+
+    # The end ----------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Ends the service; the loader cannot be iterated afterwards. Calling it again does nothing."""
+        if self._terminated:
+            return
+        self._terminated = True
+        self._drop_items("the loader was shut down")
+        self.reading_service.finalize_iteration()
+        self.reading_service.finalize()
+
+    def __enter__(self) -> "DataLoader2":
+        return self
+
+    def __exit__(
+        self, kind: "type[BaseException] | None", error: "BaseException | None", trace: "TracebackType | None"
+    ) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_terminated", True):
+            self.shutdown()
+
+
+class _Current(Iterator[Any]):
+    """The items of the loader's indexed run, also after a change has made its graph anew."""
+
+    def __init__(self, loader: DataLoader2) -> None:
+        self._loader = loader
+
+    def __next__(self) -> Any:
+        run, items = self._loader._run, self._loader._items
+        assert run is not None
+        if items is None:
+            raise StopIteration
+        try:
+            item = next(items)
+        except StopIteration:
+            run.through = True
+            raise
+        run.delivered += 1
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader._items, name)
+
+
+def _copied(datapipe: DataPipe) -> DataPipe:
+    try:
+        return copy.deepcopy(datapipe)
+    except Exception as error:
+        raise ArgumentTypeError(
+            f"the graph cannot be copied ({type(error).__name__}: {error}); a node holds something that cannot, such "
+            "as an open file: open it in __iter__ instead"
+        ) from error
+
+
+def _close(items: Iterator[Any]) -> None:
+    close = getattr(items, "close", None)
+    if close is not None:
+        close()

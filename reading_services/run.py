@@ -1,0 +1,135 @@
+"""Where an indexed run stands, and what can be asked of it.
+
+The graph that runs is a pure function of three things: the graph as it was built, the journal, and the
+sample number from which it goes on. Every move (a seek, a loaded state, new weights) makes it anew.
+"""
+
+from typing import Any
+
+from ..adapters.journal import ApplyJournal
+from ..adapters.resume import ResumeSkip
+from ..datapipes.bound import Once
+from ..datapipes.core import IndexedDataPipe, as_count
+from ..datapipes.errors import JournalError
+from ..datapipes.journal import Journal, WeightsEntry, blend_to_change
+from ..datapipes.ledger import steps_of
+from ..datapipes.steps import Schedule, StepTable
+from .state import MOST_BYTES, State, check_same_order, identity_of, parse_state, size_of
+
+__all__ = ["IndexedRun"]
+
+
+class IndexedRun:
+    """One run over an indexed graph.
+
+    graph: what runs now; its item 0 is the first that was not delivered when it was made.
+    delivered: items of it that were handed out since.
+    """
+
+    def __init__(self, graph: IndexedDataPipe) -> None:
+        self.built = graph
+        self.journal = Journal()
+        self.graph = graph
+        self.delivered = 0
+        self._begin = graph.first_sample
+        self._table, _ = steps_of(graph)
+        self._schedule: Schedule = getattr(_batcher(graph), "schedule", ((0, self._table.unit),))
+        self.anew_each_time = _contains_once(graph)
+        self.placed = False  # a seek or a state said where the next iteration begins
+        self.through = False  # the last iteration came to the end
+
+    # Where it stands ------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> StepTable:
+        return self._table
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that are done, over all ranks; what was prefetched but not delivered does not count."""
+        consumed = self.graph.first_sample + self.delivered * self._table.unit
+        if self.graph.finite:
+            consumed = min(consumed, self._last_sample())
+        return consumed
+
+    def _last_sample(self) -> int:
+        node = self.graph
+        while node.topology is not None or node.steps is not None:
+            node = node.datapipe
+        return node.first_sample + node.end
+
+    def next_step(self) -> int:
+        """The first step of which nothing was delivered."""
+        return self._table.next_step(self.consumed_samples)
+
+    def move(self, sample: int, journal: "Journal | None" = None) -> None:
+        """Goes on from this sample number. Nothing changes where that raises."""
+        journal = self.journal if journal is None else journal
+        graph = ResumeSkip(sample)(ApplyJournal(journal)(self.built))
+        self._table, _ = steps_of(graph)
+        self.graph, self.journal, self.delivered, self.through = graph, journal, 0, False
+
+    def begin(self) -> None:
+        """What a new `iter()` does: a pass that is through, or one of `once`, begins anew."""
+        if (self.through or self.anew_each_time) and not self.placed:
+            self.move(self._begin)
+        self.placed = self.through = False
+
+    def seek(self, step: int) -> None:
+        self.move(self._table.start(as_count("step", step, 0)))
+        self.placed = True
+
+    # The journal ----------------------------------------------------------------------------------------
+
+    def update_weights(self, weights: Any, temperature: "float | None" = None) -> None:
+        """New weights from the next step's first sample. Raises WeightsError, JournalError."""
+        names = list(weights) if isinstance(weights, dict) else None
+        blend, name = blend_to_change(self.graph, names)
+        step = self.next_step()
+        quantised = blend.integer_weights(weights, temperature)
+        entry = WeightsEntry(step, self._table.start(step), name, quantised)
+        journal = self.journal.with_weights(entry)
+        state = State(0, journal, self._schedule, *identity_of(self.built))
+        if size_of(state.as_json()) > MOST_BYTES:
+            raise JournalError(
+                f"the journal is full ({len(self.journal.weights)} changes of weights): a state has at most "
+                f"{MOST_BYTES // 1024} KiB"
+            )
+        self.move(self.consumed_samples, journal)
+
+    # State ------------------------------------------------------------------------------------------------
+
+    def state_dict(self, step: "int | None" = None) -> dict[str, Any]:
+        """The state now, or when `step` steps are done, whatever was handed out."""
+        consumed = self.consumed_samples if step is None else self._table.start(as_count("step", step, 0))
+        return State(consumed, self.journal, self._schedule, *identity_of(self.built)).as_json()
+
+    def load_state_dict(self, value: Any) -> None:
+        """Goes on where a state says. Raises StateError, StateMismatchError, BatchSizeError."""
+        state = parse_state(value)
+        check_same_order(state, self.built)
+        journal = state.journal
+        if state.schedule != self._schedule:
+            # another global batch size from here on: a breakpoint, so that earlier steps keep their meaning
+            step = state.steps.next_step(state.consumed_samples)
+            table = state.steps.then(self._schedule, step)
+            journal = Journal(
+                tuple(e._replace(sample=table.start(e.step)) for e in journal.weights), table.breakpoints
+            )
+        for entry in journal.weights:
+            blend_to_change(self.built, blend=entry.blend)
+        self.move(state.consumed_samples, journal)
+        self.placed = True
+
+
+def _batcher(graph: IndexedDataPipe) -> "IndexedDataPipe | None":
+    node = graph
+    while node.trunk and not hasattr(node, "schedule"):
+        node = node.datapipe
+    return node if hasattr(node, "schedule") else None
+
+
+def _contains_once(node: IndexedDataPipe) -> bool:
+    return isinstance(node, Once) or any(_contains_once(child) for child in node.children)
+
+

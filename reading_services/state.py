@@ -1,0 +1,283 @@
+"""What a checkpoint holds of a run: JSON of integers and short strings, the same on every rank.
+
+    {"format": "tokenpipe-state", "version": 1,
+     "consumed_samples": 128000, "step": 500,
+     "journal": {"schedule": [[0, 256]], "breakpoints": [], "weights": [[480, 122880, "", [3006477107, …]]]},
+     "order": {"blend": "{…}", "*/permute": "{\\"seed\\":7}", …}, "sources": {"prose": "9f0c…", …}}
+
+`order` is what decides the order besides the files, `*` standing for every source; `sources` are the
+files by content. More than 32 of either are put into 32 buckets, so that a state stays below 64 KiB.
+Nothing in a state is ever imported, opened or called; what is not exactly this is refused.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ..datapipes.core import MAX_NUMBER, IndexedDataPipe
+from ..datapipes.errors import StateError, StateMismatchError
+from ..datapipes.fingerprint import describe_order, order_of, source_contents
+from ..datapipes.journal import Journal, WeightsEntry
+from ..datapipes.read import TokenReader
+from ..datapipes.steps import Breakpoint, Schedule, StepTable
+from ..datapipes.weights import SCALE
+
+__all__ = ["MOST_BYTES", "State", "identity_of", "mismatches", "parse_state"]
+
+FORMAT, VERSION = "tokenpipe-state", 1
+MOST_BYTES = 64 * 1024
+MOST_NAMED = 32
+
+
+@dataclass(frozen=True)
+class State:
+    """A parsed state; `breakpoints` is None where the schedule alone gives the steps."""
+
+    consumed_samples: int
+    journal: Journal
+    schedule: Schedule
+    order: dict[str, str]
+    sources: dict[str, str]
+
+    @property
+    def steps(self) -> StepTable:
+        breakpoints = self.journal.breakpoints
+        return StepTable.of(self.schedule) if breakpoints is None else StepTable(breakpoints)
+
+    def as_json(self) -> dict[str, Any]:
+        """The state as plain dicts, lists, integers and strings."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "consumed_samples": self.consumed_samples,
+            "step": self.steps.step_of(self.consumed_samples),
+            "journal": {
+                "schedule": [list(pair) for pair in self.schedule],
+                "breakpoints": [list(b) for b in self.journal.breakpoints or ()],
+                "weights": [[e.step, e.sample, e.blend, list(e.weights)] for e in self.journal.weights],
+            },
+            "order": dict(self.order),
+            "sources": dict(self.sources),
+        }
+
+
+def size_of(state: dict[str, Any]) -> int:
+    """Bytes of a state as compact JSON."""
+    return len(json.dumps(state, separators=(",", ":")))
+
+
+# What a graph is, as a state says it ---------------------------------------------------------------------
+
+
+def identity_of(graph: IndexedDataPipe) -> tuple[dict[str, str], dict[str, str]]:
+    """(order, sources) of a graph. Reads 64 blocks of each file the first time."""
+    sources = {name: content[:16] for name, content in source_contents(order_of(graph)).items()}
+    order = _starred(describe_order(graph), list(sources))
+    return _bucketed(order), _bucketed(sources)
+
+
+def _starred(lines: dict[str, str], names: list[str]) -> dict[str, str]:
+    """Lines that are the same for every source become one."""
+    if len(names) < 2:
+        return lines
+    out = dict(lines)
+    first = f"{names[0]}/"
+    for key, value in lines.items():
+        if key.startswith(first):
+            rest = key.removeprefix(first)
+            if all(lines.get(f"{name}/{rest}") == value for name in names):
+                for name in names:
+                    del out[f"{name}/{rest}"]
+                out[f"*/{rest}"] = value
+    return out
+
+
+def _bucketed(lines: dict[str, str]) -> dict[str, str]:
+    if len(lines) <= MOST_NAMED and sum(len(k) + len(v) for k, v in lines.items()) <= 8192:
+        return lines
+    buckets: dict[str, Any] = {}
+    for key in sorted(lines):
+        bucket = f"#{hashlib.blake2b(key.encode(), digest_size=1).digest()[0] % MOST_NAMED:02}"
+        digest = buckets.setdefault(bucket, hashlib.blake2b(digest_size=8))
+        digest.update(json.dumps([key, lines[key]]).encode())
+    return {bucket: digest.hexdigest() for bucket, digest in sorted(buckets.items())}
+
+
+def mismatches(state: State, graph: IndexedDataPipe) -> list[str]:
+    """What of a saved state is not so in this graph, a line each."""
+    order, sources = identity_of(graph)
+    found = []
+    saved, here = _unstarred(state.order, state.sources), _unstarred(order, sources)
+    for key in sorted(saved.keys() | here.keys()):
+        a, b = saved.get(key), here.get(key)
+        if a != b:
+            found.append(f"{key}: saved {a or 'not there'}, here {b or 'not there'}")
+    paths = _paths(order_of(graph))
+    for name in sorted(state.sources.keys() | sources.keys()):
+        a, b = state.sources.get(name), sources.get(name)
+        if a == b:
+            continue
+        if a is None or b is None:
+            found.append(f"source {name!r}: {'not in the saved run' if a is None else 'not in this graph'}")
+        else:
+            found.append(f"source {name!r}: other contents ({', '.join(paths.get(name, []))})")
+    return found
+
+
+def _unstarred(order: dict[str, str], sources: dict[str, str]) -> dict[str, str]:
+    out = {}
+    for key, value in order.items():
+        for name in sources if key.startswith("*/") else [""]:
+            out[f"{name}{key[1:]}" if key.startswith("*/") else key] = value
+    return out
+
+
+def _paths(node: IndexedDataPipe) -> dict[str, list[str]]:
+    if isinstance(node, TokenReader):
+        paths = [file.path for file in node.files]
+        return {node.name: [*paths[:4], *([f"… {len(paths)} files"] if len(paths) > 4 else [])]}
+    return {name: paths for child in node.children for name, paths in _paths(child).items()}
+
+
+def check_same_order(state: State, graph: IndexedDataPipe) -> None:
+    """Raises StateMismatchError with every difference, unless the graph has the state's order."""
+    if found := mismatches(state, graph):
+        raise StateMismatchError(
+            "this state belongs to another order, so its place means nothing here:\n  " + "\n  ".join(found)
+        )
+
+
+# Reading ----------------------------------------------------------------------------------------------------
+
+
+def parse_state(value: Any) -> State:
+    """A state from a dict, or from JSON as str or bytes. Raises StateError for anything else."""
+    if isinstance(value, (str, bytes)):
+        value = _parse_json(value)
+    _check_plain(value, [20_000], 0)
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise StateError(f"not a tokenpipe state: its format is not {FORMAT!r}")
+    if value.get("version") != VERSION:
+        raise StateError(
+            f"state version {value.get('version')!r}; this tokenpipe reads version {VERSION}: was it saved by a "
+            "later one?"
+        )
+    if size_of(value) > MOST_BYTES:
+        raise StateError(f"the state has more than {MOST_BYTES} bytes, which no state has")
+    _keys("state", value, {"format", "version", "consumed_samples", "step", "journal", "order", "sources"})
+    journal = value["journal"]
+    if not isinstance(journal, dict):
+        raise StateError("journal must be an object")
+    _keys("journal", journal, {"schedule", "breakpoints", "weights"})
+    schedule = tuple(
+        (step, size) for step, size in _rows("journal.schedule", journal["schedule"], (int, int))
+    )
+    breakpoints = tuple(
+        Breakpoint(*row) for row in _rows("journal.breakpoints", journal["breakpoints"], (int, int, int))
+    )
+    _check_steps(schedule, breakpoints)
+    entries = tuple(
+        WeightsEntry(step, sample, blend, tuple(weights))
+        for step, sample, blend, weights in _rows("journal.weights", journal["weights"], (int, int, str, list))
+    )
+    for entry in entries:
+        if not all(type(w) is int for w in entry.weights) or sum(entry.weights) != SCALE:
+            raise StateError(f"journal.weights at step {entry.step}: integers that add up to 2**32 were expected")
+    if [e.sample for e in entries] != sorted(e.sample for e in entries):
+        raise StateError("journal.weights: its changes are not in order")
+    for name in ("order", "sources"):
+        found = value[name]
+        if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+            raise StateError(f"{name} must be an object of strings")
+    state = State(
+        _number("consumed_samples", value["consumed_samples"]),
+        Journal(entries, breakpoints or None),
+        schedule,
+        dict(value["order"]),
+        dict(value["sources"]),
+    )
+    if _number("step", value["step"]) != state.steps.step_of(state.consumed_samples):
+        raise StateError(f"step {value['step']} is not the step of sample {state.consumed_samples}")
+    for entry in entries:
+        if state.steps.start(entry.step) != entry.sample:
+            raise StateError(f"journal.weights: step {entry.step} does not begin at sample {entry.sample}")
+    return state
+
+
+def _parse_json(text: "str | bytes") -> Any:
+    if len(text) > MOST_BYTES:
+        raise StateError(f"the state has {len(text)} bytes; no state has more than {MOST_BYTES}")
+
+    def no_duplicates(pairs: "list[tuple[str, Any]]") -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise StateError("the state names a field twice")
+        return found
+
+    def refuse(constant: str) -> Any:
+        raise StateError(f"the state holds {constant}")
+
+    try:
+        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=refuse, parse_float=refuse)
+    except StateError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"the state is not JSON: {error}") from error
+
+
+def _check_plain(value: Any, budget: "list[int]", depth: int) -> None:
+    """Only exact dicts, lists, strings and integers, few and shallow: nothing with behaviour of its own."""
+    budget[0] -= 1
+    if budget[0] < 0 or depth > 6:
+        raise StateError("the state is larger or deeper than any state is")
+    if type(value) is dict:
+        for key, item in value.items():
+            if type(key) is not str or len(key) > 4096:
+                raise StateError(f"the state has a field that is no short string: {type(key).__name__}")
+            _check_plain(item, budget, depth + 1)
+    elif type(value) in (list, tuple):
+        for item in value:
+            _check_plain(item, budget, depth + 1)
+    elif type(value) is str:
+        if len(value) > 16384:
+            raise StateError("the state holds a string longer than any state does")
+    elif type(value) is int:
+        _number("a number", value)
+    else:
+        raise StateError(f"the state holds a {type(value).__name__}; integers and strings were expected")
+
+
+def _number(name: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MAX_NUMBER:
+        raise StateError(f"{name} must be an integer of 0 … 2**63 - 2, got {str(value)[:40]}")
+    return value
+
+
+def _keys(name: str, value: dict[str, Any], expected: set[str]) -> None:
+    if value.keys() != expected:
+        unknown, missing = sorted(value.keys() - expected), sorted(expected - value.keys())
+        raise StateError(f"{name}: unknown fields {unknown[:8]}, missing fields {missing[:8]}")
+
+
+def _rows(name: str, value: Any, types: tuple[type, ...]) -> list[Any]:
+    good = isinstance(value, (list, tuple)) and all(
+        isinstance(row, (list, tuple))
+        and len(row) == len(types)
+        and all(isinstance(v, (list, tuple)) if t is list else type(v) is t for v, t in zip(row, types, strict=True))
+        for row in value
+    )
+    if not good:
+        raise StateError(f"{name}: a list of [{', '.join(t.__name__ for t in types)}] was expected")
+    return list(value)
+
+
+def _check_steps(schedule: Schedule, breakpoints: "tuple[Breakpoint, ...]") -> None:
+    steps = [step for step, _ in schedule]
+    if not steps or steps[0] != 0 or steps != sorted(set(steps)) or not all(size for _, size in schedule):
+        raise StateError("journal.schedule: steps from 0 on and positive sizes were expected")
+    if breakpoints and (breakpoints[0][:2] != (0, 0) or not all(b.size for b in breakpoints)):
+        raise StateError("journal.breakpoints: the first is [0, 0, size], and sizes are positive")
+    for a, b in zip(breakpoints, breakpoints[1:], strict=False):
+        if b.step <= a.step or b.sample != a.sample + (b.step - a.step) * a.size:
+            raise StateError(f"journal.breakpoints: step {b.step} does not begin at sample {b.sample}")
