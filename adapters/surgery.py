@@ -4,6 +4,7 @@ The graph as nested dicts is torch's `traverse_dps`: {id: (node, {id of input: â
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..datapipes._torch import DataPipe, DataPipeGraph, traverse_dps
 from ..datapipes.core import IndexedDataPipe
@@ -11,13 +12,10 @@ from ..datapipes.core import IndexedDataPipe
 __all__ = ["find_dps", "list_dps", "rewritten", "traverse_dps"]
 
 
-def list_dps(
-    graph: DataPipeGraph, exclude_dps: "DataPipe | Sequence[DataPipe] | None" = None
-) -> "list[DataPipe]":
+def list_dps(graph: DataPipeGraph, exclude_dps: "DataPipe | Sequence[DataPipe] | None" = None) -> "list[DataPipe]":
     """All nodes of a graph, breadth first, each once, without those at or below `exclude_dps`."""
-    if exclude_dps is None:
-        excluded = []
-    else:
+    excluded: list[Any] = []
+    if exclude_dps is not None:
         excluded = list(exclude_dps) if isinstance(exclude_dps, (list, tuple)) else [exclude_dps]
     seen = {id(node) for root in excluded for node in list_dps(traverse_dps(root))}
     found: list[DataPipe] = []

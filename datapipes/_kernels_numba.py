@@ -250,9 +250,7 @@ def nanoset_counts(weights, sizes, dataset, count):
         drawn[best] += 1
 
 
-KERNELS = {
-    kernel.__name__: kernel for kernel in (permute, blend_route, blend_unroute, gather, nanoset_counts)
-}
+KERNELS = {kernel.__name__: kernel for kernel in (permute, blend_route, blend_unroute, gather, nanoset_counts)}
 
 _I64 = "int64[::1]"
 SIGNATURES = {

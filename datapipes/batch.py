@@ -78,7 +78,7 @@ class SampleBatcher(IndexedDataPipe):
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
         copy._steps = steps
-        return copy.with_children(*self.children)  # type: ignore[return-value]
+        return copy.with_children(*self.children)
 
     def _order(self) -> IndexedDataPipe:
         """The node whose numbers are the run's samples: the sharder's child, or ours."""

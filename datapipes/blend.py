@@ -119,7 +119,7 @@ class Blender(IndexedDataPipe):
             return lengths
         if not isinstance(repeats, Mapping):
             raise ArgumentTypeError(f"repeats must be a dict by source name, got {repeats!r}")
-        times = as_shares(self.sources, {name: 1 for name in self.sources} | dict(repeats), "repeats")
+        times = as_shares(self.sources, dict.fromkeys(self.sources, 1) | dict(repeats), "repeats")
         result = [round(t * n) for t, n in zip(times, lengths, strict=True)]
         for name, t, n in zip(self.sources, times, result, strict=True):
             if t and not n:
@@ -135,7 +135,7 @@ class Blender(IndexedDataPipe):
             if unknown := [name for name in given if name not in self.sources]:
                 raise WeightsError(f"max_epochs names {unknown[0]!r}; the sources are {', '.join(self.sources)}")
         else:
-            given = {name: max_epochs for name in self.sources}
+            given = dict.fromkeys(self.sources, max_epochs)
         for name, epochs in given.items():
             as_shares([name], [epochs], "max_epochs")
         caps: list[int | None] = []
@@ -160,7 +160,9 @@ class Blender(IndexedDataPipe):
 
     @cached_property
     def phases(self) -> _Phases:
-        first, trees, offsets = [0], [WeightTree(self.weights)], [[0] * len(self.sources)]
+        first: list[int] = [0]
+        trees: list[WeightTree] = [WeightTree(self.weights)]
+        offsets: list[list[int]] = [[0] * len(self.sources)]
         pending = list(self.changes)
         end, exhausted = MAX_NUMBER, None
         full: set[int] = set()
@@ -190,8 +192,10 @@ class Blender(IndexedDataPipe):
                     end, exhausted = at, self.sources[min(full)]
                     break
             if at == start:
-                first.pop(), trees.pop(), offsets.pop()
-            first.append(at), trees.append(WeightTree(weights)), offsets.append(counts)
+                del first[-1], trees[-1], offsets[-1]
+            first.append(at)
+            trees.append(WeightTree(weights))
+            offsets.append(counts)
         return _arrays(first, trees, offsets, end, exhausted)
 
     # The contract -------------------------------------------------------------------------------------
@@ -249,9 +253,7 @@ class Blender(IndexedDataPipe):
         out = np.empty(numbers.size, np.int64)
         function, _ = kernel("blend_unroute")
         numbers = np.ascontiguousarray(numbers)
-        function(
-            source, numbers, out, p.first, p.offset, p.leaf, p.parent, p.left, p.weight, p.total, p.end
-        )
+        function(source, numbers, out, p.first, p.offset, p.leaf, p.parent, p.left, p.weight, p.total, p.end)
         return out
 
     def source_bound(self, source: int, hi: int) -> int:
@@ -266,7 +268,11 @@ class Blender(IndexedDataPipe):
 
 
 def _arrays(
-    first: "list[int]", trees: "list[WeightTree]", offsets: "list[list[int]]", end: int, exhausted: "str | None"
+    first: "list[int]",
+    trees: "list[WeightTree]",
+    offsets: "list[list[int]]",
+    end: int,
+    exhausted: "str | None",
 ) -> _Phases:
     """All trees in one set of arrays: the node numbers of later trees are shifted."""
     shifts = np.cumsum([0, *(len(tree.left) for tree in trees)])
@@ -301,4 +307,3 @@ def _arrays(
         end=end,
         exhausted=exhausted,
     )
-

@@ -34,9 +34,7 @@ class CausalLMCollator(IndexedDataPipe):
     functional_name = "collate_causal_lm"
     trunk = True
 
-    def __init__(
-        self, datapipe: IndexedDataPipe, source_ids: bool = False, sample_numbers: bool = False
-    ) -> None:
+    def __init__(self, datapipe: IndexedDataPipe, source_ids: bool = False, sample_numbers: bool = False) -> None:
         super().__init__(datapipe)
         self.source_ids, self.with_sample_numbers = bool(source_ids), bool(sample_numbers)
         self.check()

@@ -163,5 +163,3 @@ class Concater(IndexedDataPipe):
         first, stop = int(self._firsts[source]), int(self._firsts[source + 1])
         epoch, within = divmod(hi, self.samples_per_pass)
         return epoch * (stop - first) + min(max(within - first, 0), stop - first)
-
-

@@ -12,7 +12,7 @@ Nodes that only re-order say which of their children's numbers each of theirs is
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["MAX_NUMBER", "IndexedDataPipe", "Int64s", "as_count", "as_numbers"]
 
 Int64s = npt.NDArray[np.int64]
+
+Node = TypeVar("Node", bound="IndexedDataPipe")
 
 MAX_NUMBER = 2**63 - 1
 """`end` of a node without a limit: its numbers are 0 … 2**63 - 2."""
@@ -74,7 +76,7 @@ class Unpickled:
         return type(self)()
 
 
-class IndexedDataPipe(MapDataPipe, FluentMethods):
+class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our map, zip, … replace torch's
     """A node whose items are a pure function of their number.
 
     A subclass is immutable once built. It sets `children` (its inputs), `samples_per_pass`, and either
@@ -197,7 +199,7 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):
         """The smallest b such that our numbers [0, hi) touch only [0, b) of the child."""
         return hi
 
-    def with_children(self, *children: "IndexedDataPipe") -> "IndexedDataPipe":
+    def with_children(self: Node, *children: "IndexedDataPipe") -> Node:
         """The same node over other children; the node itself is unchanged."""
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
@@ -255,7 +257,7 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):
     def checked(self, numbers: Any) -> Int64s:
         """`numbers` as int64 (n,), each of which exists. Raises ArgumentTypeError, OutOfRangeError."""
         array = as_numbers(numbers)
-        if array.size and not (0 <= array.min() and array.max() < self.end):
+        if array.size and not (array.min() >= 0 and array.max() < self.end):
             wrong = int(array.min()) if array.min() < 0 else int(array.max())
             raise OutOfRangeError(f"number {wrong} does not exist in {type(self).__name__}: end is {self.end}")
         return array

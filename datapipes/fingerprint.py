@@ -38,9 +38,7 @@ def _file_digest(file: TokenLayout) -> bytes:
     else:
         keyed = hashlib.shake_128(head).digest(8 * BLOCKS)
         span = length - BLOCK + 1
-        places = sorted(
-            (int.from_bytes(keyed[i : i + 8], "little") % span, BLOCK) for i in range(0, 8 * BLOCKS, 8)
-        )
+        places = sorted((int.from_bytes(keyed[i : i + 8], "little") % span, BLOCK) for i in range(0, 8 * BLOCKS, 8))
     try:
         with file.local.open("rb") as handle:
             for place, count in places:
@@ -74,7 +72,9 @@ def source_contents(graph: "IndexedDataPipe") -> "dict[str, str]":
         for name, content in source_contents(child).items():
             # one name, two readers (a graph without a blend): both count
             same = name not in found or found[name] == content
-            found[name] = content if same else hashlib.blake2b((found[name] + content).encode(), digest_size=16).hexdigest()
+            found[name] = (
+                content if same else hashlib.blake2b((found[name] + content).encode(), digest_size=16).hexdigest()
+            )
     return found
 
 
@@ -85,10 +85,12 @@ def describe_order(graph: "IndexedDataPipe") -> "dict[str, str]":
     def walk(node: "IndexedDataPipe", place: str) -> None:
         from .combine import Mapper
         from .read import TokenReader
+        from .shard import RankSharder
 
         if isinstance(node, TokenReader):
             return
-        if not isinstance(node, Mapper):  # a user's function decides contents, not places
+        # a user's function decides contents, not places; ranks are views on one order
+        if not isinstance(node, (Mapper, RankSharder)):
             settings = json.dumps(node.settings, sort_keys=True, separators=(",", ":"))
             key = f"{place}{node.functional_name}"
             while key in lines:

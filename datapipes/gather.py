@@ -112,7 +112,7 @@ class TokenGather:
             self._open.pop(f).close()
 
     def _check_ids(self, out: Int64s, starts: Int64s) -> None:
-        wrong = (out < 0) | (out >= self.vocab_size)
+        wrong = (out < 0) | (out >= (self.vocab_size or 0))
         if wrong.any():
             row, column = (int(i[0]) for i in np.nonzero(wrong))
             file = int(np.searchsorted(self.first, starts[row], side="right")) - 1
@@ -132,7 +132,7 @@ class Routes:
         self.gather: TokenGather | None = None
         if windows and len({leaf.sequence_length for leaf in self.leaves}) == 1:
             self.width = self.leaves[0].sequence_length + 1
-            self.gather = TokenGather([leaf.reader for leaf in self.leaves])  # type: ignore[attr-defined]
+            self.gather = TokenGather([leaf.reader for leaf in self.leaves])
 
     def _grow(self, node: IndexedDataPipe, top: bool = False) -> Any:
         if makes_items(node):
@@ -164,12 +164,12 @@ class Routes:
         if self.gather is None:
             raise ConfigurationError("this graph's items are not windows of tokens of one length")
         leaf, number = self.resolve(numbers)
+        places = np.empty(numbers.size, np.int64)  # not in `number`: that may be the caller's own array
         for index, node in enumerate(self.leaves):
             at = slice(None) if len(self.leaves) == 1 else np.flatnonzero(leaf == index)
-            base = self.gather.base[id(node.reader)]  # type: ignore[attr-defined]
             if number[at].size:
-                number[at] = node.starts(number[at]) + base  # type: ignore[attr-defined]
-        return leaf, number
+                places[at] = node.starts(number[at]) + self.gather.base[id(node.reader)]
+        return leaf, places
 
 
 def makes_items(node: IndexedDataPipe) -> bool:
@@ -184,9 +184,7 @@ def plan_of(node: IndexedDataPipe) -> Routes:
     return node._plan.value
 
 
-def fetch_items(
-    node: IndexedDataPipe, numbers: Int64s, columns: "Sequence[tuple[int, int]] | None" = None
-) -> Any:
+def fetch_items(node: IndexedDataPipe, numbers: Int64s, columns: "Sequence[tuple[int, int]] | None" = None) -> Any:
     """What `IndexedDataPipe.fetch` does for all nodes that re-order and all windows of tokens."""
     plan = plan_of(node)
     if plan.gather is not None:

@@ -11,6 +11,7 @@ from .steps import Breakpoint
 
 __all__ = ["Journal", "WeightsEntry", "blend_to_change", "path_to_blend"]
 
+
 class WeightsEntry(NamedTuple):
     """From `step` on, whose first sample number is `sample`, the blend has these integer weights."""
 
@@ -54,9 +55,7 @@ def path_to_blend(graph: IndexedDataPipe, blend: str = "") -> "list[tuple[Indexe
     return []
 
 
-def blend_to_change(
-    graph: IndexedDataPipe, sources: "list[str] | None" = None, blend: str = ""
-) -> tuple[Blender, str]:
+def blend_to_change(graph: IndexedDataPipe, sources: "list[str] | None" = None, blend: str = "") -> tuple[Blender, str]:
     """(the blend whose weights shall change, its name in the journal): the one that has these sources, else
     the one of that name, else the topmost. Raises JournalError where its weights cannot change.
     """

@@ -47,12 +47,13 @@ def _compile(name: str) -> Callable[..., Any]:
     function, signature = _kernels_numba.KERNELS[name], _kernels_numba.SIGNATURES[name]
     if folder is None:
         return numba.njit(signature, nogil=True)(function)
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = before or str(folder)
+    config: Any = numba.config
+    before = config.CACHE_DIR
+    config.CACHE_DIR = before or str(folder)
     try:
         return numba.njit(signature, nogil=True, cache=True)(function)
     finally:
-        numba.config.CACHE_DIR = before
+        config.CACHE_DIR = before
 
 
 def _cache_folder() -> "Path | None":

@@ -111,14 +111,15 @@ def contents(graph: IndexedDataPipe, step: int) -> "list[ContentsRecord]":
     for index, leaf in enumerate(routes.leaves):
         at = np.flatnonzero(leaves == index)
         node, number = _windows(leaf, numbers[at])
-        tokens = node.starts(number)  # type: ignore[attr-defined]
-        files, places = node.reader.file_of(tokens)  # type: ignore[attr-defined]
-        epochs = node.epoch_of(number)  # type: ignore[attr-defined]
+        tokens = node.starts(number)
+        files, places = node.reader.file_of(tokens)
+        epochs = node.epoch_of(number)
         for i, token, file, place, epoch in zip(
             at.tolist(), tokens.tolist(), files.tolist(), places.tolist(), epochs.tolist(), strict=True
         ):
-            path = node.reader.files[file].path  # type: ignore[attr-defined]
-            records[i] = ContentsRecord(*dealt[i], start + i, leaf.name, epoch, token, path, place)
+            step, rank, micro_batch, row = dealt[i]
+            path = node.reader.files[file].path
+            records[i] = ContentsRecord(step, rank, micro_batch, row, start + i, leaf.name, epoch, token, path, place)
     return [record for record in records if record is not None]
 
 
@@ -126,9 +127,7 @@ def _windows(node: IndexedDataPipe, numbers: Int64s) -> tuple[IndexedDataPipe, I
     """Through maps below a blend, down to the windows of tokens."""
     while not hasattr(node, "starts"):
         if len(node.children) != 1:
-            raise ConfigurationError(
-                f"{type(node).__name__}: its items do not come from one place in one token file"
-            )
+            raise ConfigurationError(f"{type(node).__name__}: its items do not come from one place in one token file")
         numbers = node.route(numbers)[1]
         node = node.datapipe
     return node, numbers
@@ -156,14 +155,12 @@ def when(graph: IndexedDataPipe, source: str, token: int, steps: range) -> "list
     return [WhenRecord(*record) for record in zip(*view.dealt(samples), strict=True)]
 
 
-def _find(
-    node: IndexedDataPipe, source: str, token: int, hi: int, names: "list[str]"
-) -> Iterator[Int64s]:
+def _find(node: IndexedDataPipe, source: str, token: int, hi: int, names: "list[str]") -> Iterator[Int64s]:
     """The node's numbers below `hi` that hold the token as a label: leaf first, then upwards."""
     if hasattr(node, "numbers_at"):
         if node.name == source:
             names.append(source)
-            tokens = node.reader.samples_per_pass  # type: ignore[attr-defined]
+            tokens = node.reader.samples_per_pass
             if token >= tokens:
                 raise OutOfRangeError(f"source {source!r} has {tokens} tokens, token {token} is not one of them")
             yield node.numbers_at(token, hi)

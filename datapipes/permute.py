@@ -22,14 +22,18 @@ def derive_key(seed: int, role: str, name: str = "") -> int:
 
 
 def permute_numbers(
-    numbers: Int64s, length: int, block: int, end: int, key: int, by_block: bool = False, inverse: bool = False
+    numbers: Int64s,
+    length: int,
+    block: int,
+    end: int,
+    key: int,
+    by_block: bool = False,
+    inverse: bool = False,
 ) -> Int64s:
     """Each epoch of `length` numbers, each block of `block` in it, permuted in itself (n,) → (n,)."""
     out = np.empty(numbers.size, np.int64)
     function, _ = kernel("permute")
-    function(
-        np.ascontiguousarray(numbers), out, length, min(block, length), end, np.uint64(key), by_block, inverse
-    )
+    function(np.ascontiguousarray(numbers), out, length, min(block, length), end, np.uint64(key), by_block, inverse)
     return out
 
 

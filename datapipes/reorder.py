@@ -53,9 +53,7 @@ class Reorderer(IndexedDataPipe):
     def order(self) -> Int64s:
         """int64 (len,), mapped."""
         if self._map.value is None:
-            self._map.value = np.memmap(
-                self.file.local, self.file.dtype, "r", self.file.offset, (self.file.tokens,)
-            )
+            self._map.value = np.memmap(self.file.local, self.file.dtype, "r", self.file.offset, (self.file.tokens,))
         return self._map.value
 
     @property
@@ -72,7 +70,7 @@ class Reorderer(IndexedDataPipe):
 
     def route(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         child = np.asarray(self.order[numbers], np.int64)
-        if child.size and not (0 <= child.min() and child.max() < self.datapipe.end):
+        if child.size and not (child.min() >= 0 and child.max() < self.datapipe.end):
             at = int(np.flatnonzero((child < 0) | (child >= self.datapipe.end))[0])
             raise OutOfRangeError(
                 f"{self.file.path}: entry {numbers[at]} is {child[at]}, but {type(self.datapipe).__name__} has "

@@ -54,7 +54,10 @@ class SequenceResizer(IndexedDataPipe):
             self._slicer, self._permuter = slicer, below
             epoch, consumed = divmod(self.after, slicer.samples_per_pass)
             rounds, into = divmod(consumed, slicer.units)
-            spans = [(into, (rounds + 1) * slicer.sequence_length), (slicer.units, rounds * slicer.sequence_length)]
+            spans = [
+                (into, (rounds + 1) * slicer.sequence_length),
+                (slicer.units, rounds * slicer.sequence_length),
+            ]
         elif isinstance(below, SequenceResizer):
             if below._slicer.unit % self._length:
                 raise ConfigurationError(

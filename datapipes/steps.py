@@ -33,9 +33,7 @@ def as_schedule(value: Any, unit: int) -> Schedule:
     if isinstance(value, (int, np.integer)):
         value = [(0, value)]
     if not isinstance(value, (list, tuple)) or not all(isinstance(e, (list, tuple)) and len(e) == 2 for e in value):
-        raise ArgumentTypeError(
-            f"global_batch_size must be a number or a list of (step, size) pairs, got {value!r}"
-        )
+        raise ArgumentTypeError(f"global_batch_size must be a number or a list of (step, size) pairs, got {value!r}")
     schedule = tuple((as_count("step", s, 0), as_count("global_batch_size", g)) for s, g in value)
     steps = [step for step, _ in schedule]
     if not steps or steps[0] != 0 or steps != sorted(set(steps)):

@@ -44,5 +44,3 @@ class Topology:
     def rank_of_slot(self, slot: Int64s, turn: Int64s) -> Int64s:
         """(n,) slots in rounds turned so far → (n,) the dp ranks that take them."""
         return (slot - turn) % self.dp_size
-
-

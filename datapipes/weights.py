@@ -67,7 +67,13 @@ class WeightTree:
                 sides[side].append(s)
                 sums[side] += self.weights[s]
             v = len(left)
-            for values, value in ((left, 0), (right, 0), (weight, sums[0]), (total, sum(sums)), (parent, above)):
+            for values, value in (
+                (left, 0),
+                (right, 0),
+                (weight, sums[0]),
+                (total, sum(sums)),
+                (parent, above),
+            ):
                 values.append(value)
             left[v], right[v] = grow(sides[0], v), grow(sides[1], v)
             return v
@@ -151,8 +157,7 @@ def tempered(shares: Sequence[float], temperature: "float | None") -> list[float
     ):
         raise WeightsError(f"temperature is {temperature!r}; a finite number above 0 would do")
     top = max(shares)
-    result = [(share / top) ** (1 / float(temperature)) if share else 0.0 for share in shares]
-    return result
+    return [(share / top) ** (1 / float(temperature)) if share else 0.0 for share in shares]
 
 
 def quantise(names: Sequence[str], shares: Sequence[float]) -> tuple[int, ...]:
@@ -166,9 +171,7 @@ def quantise(names: Sequence[str], shares: Sequence[float]) -> tuple[int, ...]:
     exact = [share / total * SCALE for share in scaled]
     whole = [int(x) for x in exact]
     missing = SCALE - sum(whole)
-    by_remainder = sorted(
-        (s for s, share in enumerate(shares) if share), key=lambda s: (whole[s] - exact[s], s)
-    )
+    by_remainder = sorted((s for s, share in enumerate(shares) if share), key=lambda s: (whole[s] - exact[s], s))
     for i in range(abs(missing)):
         s = by_remainder[i % len(by_remainder)]
         whole[s] += 1 if missing > 0 else -1

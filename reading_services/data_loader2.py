@@ -33,10 +33,11 @@ class DataLoader2Iterator:
     Attributes other than these are those of the graph's own iterator.
     """
 
-    def __init__(self, loader: "DataLoader2", items: Iterator[Any], number: int) -> None:
-        self._loader, self._items, self._number = loader, items, number
+    def __init__(self, loader: "DataLoader2", number: int) -> None:
+        self._loader, self._number = loader, number
         self._limit: int | None = None
         self._left = 0
+        self._ended = False
 
     def __iter__(self) -> "DataLoader2Iterator":
         return self
@@ -44,20 +45,24 @@ class DataLoader2Iterator:
     def __next__(self) -> Any:
         loader = self._loader
         if self._number != loader._iterator_number:
-            loader._refuse(self._number)
+            loader._refuse()
         if self._limit is not None:
             if self._left <= 0:
                 raise StopIteration
             self._left -= 1
         try:
-            return next(self._items)
+            item = next(loader._items)
         except StopIteration:
-            loader.reading_service.finalize_iteration()
+            if not self._ended:
+                self._ended = True
+                loader._at_end()
             raise
-        except BaseException as error:
-            if isinstance(error, Exception):
-                loader.shutdown()
+        except Exception:
+            loader.shutdown()
             raise
+        if loader._run is not None:
+            loader._run.delivered += 1
+        return item
 
     def limit(self, num_batches: "int | None") -> None:
         """Stops after this many more items (None: no limit); `resume()` then allows as many again."""
@@ -71,7 +76,7 @@ class DataLoader2Iterator:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._items, name)
+        return getattr(self._loader._items, name)
 
 
 class DataLoader2:
@@ -107,7 +112,9 @@ class DataLoader2:
         self._run = IndexedRun(graph) if isinstance(graph, IndexedDataPipe) else None
         self._iterator_number = 0
         self._invalid_because = "a newer one was made"
-        self._items: Iterator[Any] | None = None
+        self._items: Iterator[Any] = iter(())
+        self._iterating = False
+        self._reset: GraphPass | None = None
         self._initialized = False
         self._generator: SeedGenerator | None = None
         self._seeded = False
@@ -134,7 +141,8 @@ class DataLoader2:
             run.begin()
             self._reset = reset
             self._items = self._indexed_items()
-        return DataLoader2Iterator(self, _Current(self) if run is not None else self._items, self._iterator_number)
+        self._iterating = True
+        return DataLoader2Iterator(self, self._iterator_number)
 
     def _initialize(self) -> None:
         graph = self.reading_service.initialize(self.datapipe)
@@ -161,12 +169,20 @@ class DataLoader2:
         """Invalidates the iterator that is out, and drops what was read ahead for it."""
         self._iterator_number += 1
         self._invalid_because = reason
-        if self._items is not None:
-            _close(self._items)
-            self._items = None
+        _close(self._items)
+        self._items = iter(())
+        if self._iterating:
+            self._iterating = False
             self.reading_service.finalize_iteration()
 
-    def _refuse(self, number: int) -> None:
+    def _at_end(self) -> None:
+        """The iterator that is out came to the end."""
+        if self._run is not None:
+            self._run.through = True
+        self._iterating = False
+        self.reading_service.finalize_iteration()
+
+    def _refuse(self) -> None:
         if self._terminated:
             raise LoaderShutdownError("this loader was shut down; make another one to iterate")
         raise IteratorInvalidatedError(
@@ -246,7 +262,7 @@ class DataLoader2:
         """
         run = self._indexed("update_weights")
         run.update_weights(weights, temperature)
-        if self._items is not None:
+        if self._iterating:
             _close(self._items)
             self._items = self._indexed_items()
 
@@ -266,7 +282,6 @@ class DataLoader2:
             return
         self._terminated = True
         self._drop_items("the loader was shut down")
-        self.reading_service.finalize_iteration()
         self.reading_service.finalize()
 
     def __enter__(self) -> "DataLoader2":
@@ -280,31 +295,6 @@ class DataLoader2:
     def __del__(self) -> None:
         if not getattr(self, "_terminated", True):
             self.shutdown()
-
-
-class _Current(Iterator[Any]):
-    """The items of the loader's indexed run, also after a change has made its graph anew."""
-
-    def __init__(self, loader: DataLoader2) -> None:
-        self._loader = loader
-
-    def __next__(self) -> Any:
-        run, items = self._loader._run, self._loader._items
-        assert run is not None
-        if items is None:
-            raise StopIteration
-        try:
-            item = next(items)
-        except StopIteration:
-            run.through = True
-            raise
-        run.delivered += 1
-        return item
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader._items, name)
 
 
 def _copied(datapipe: DataPipe) -> DataPipe:

@@ -70,9 +70,11 @@ class IndexedRun:
         self.graph, self.journal, self.delivered, self.through = graph, journal, 0, False
 
     def begin(self) -> None:
-        """What a new `iter()` does: a pass that is through, or one of `once`, begins anew."""
+        """What a new `iter()` does: goes on; a pass that is through, or one of `once`, begins anew."""
         if (self.through or self.anew_each_time) and not self.placed:
             self.move(self._begin)
+        elif self.delivered:
+            self.move(self.consumed_samples)
         self.placed = self.through = False
 
     def seek(self, step: int) -> None:
@@ -113,9 +115,7 @@ class IndexedRun:
             # another global batch size from here on: a breakpoint, so that earlier steps keep their meaning
             step = state.steps.next_step(state.consumed_samples)
             table = state.steps.then(self._schedule, step)
-            journal = Journal(
-                tuple(e._replace(sample=table.start(e.step)) for e in journal.weights), table.breakpoints
-            )
+            journal = Journal(tuple(e._replace(sample=table.start(e.step)) for e in journal.weights), table.breakpoints)
         for entry in journal.weights:
             blend_to_change(self.built, blend=entry.blend)
         self.move(state.consumed_samples, journal)
@@ -131,5 +131,3 @@ def _batcher(graph: IndexedDataPipe) -> "IndexedDataPipe | None":
 
 def _contains_once(node: IndexedDataPipe) -> bool:
     return isinstance(node, Once) or any(_contains_once(child) for child in node.children)
-
-

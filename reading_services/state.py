@@ -11,6 +11,7 @@ Nothing in a state is ever imported, opened or called; what is not exactly this 
 """
 
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -170,9 +171,7 @@ def parse_state(value: Any) -> State:
     if not isinstance(journal, dict):
         raise StateError("journal must be an object")
     _keys("journal", journal, {"schedule", "breakpoints", "weights"})
-    schedule = tuple(
-        (step, size) for step, size in _rows("journal.schedule", journal["schedule"], (int, int))
-    )
+    schedule = tuple((step, size) for step, size in _rows("journal.schedule", journal["schedule"], (int, int)))
     breakpoints = tuple(
         Breakpoint(*row) for row in _rows("journal.breakpoints", journal["breakpoints"], (int, int, int))
     )
@@ -278,6 +277,6 @@ def _check_steps(schedule: Schedule, breakpoints: "tuple[Breakpoint, ...]") -> N
         raise StateError("journal.schedule: steps from 0 on and positive sizes were expected")
     if breakpoints and (breakpoints[0][:2] != (0, 0) or not all(b.size for b in breakpoints)):
         raise StateError("journal.breakpoints: the first is [0, 0, size], and sizes are positive")
-    for a, b in zip(breakpoints, breakpoints[1:], strict=False):
+    for a, b in itertools.pairwise(breakpoints):
         if b.step <= a.step or b.sample != a.sample + (b.step - a.step) * a.size:
             raise StateError(f"journal.breakpoints: step {b.step} does not begin at sample {b.sample}")

@@ -31,9 +31,7 @@ def read_layout(path: "str | os.PathLike[str]", dtype: object = None) -> TokenLa
         with local.open("rb") as file:
             head, size = file.read(HEAD), os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise TokenFileError(
-            error.errno, f"cannot open the token file: {error.strerror or error}", text
-        ) from error
+        raise TokenFileError(error.errno, f"cannot open the token file: {error.strerror or error}", text) from error
     if size == 0:
         raise TokenFileError(f"{text}: the token file is empty; a source needs at least one token")
     asked = None if dtype is None else as_dtype(dtype)

@@ -43,8 +43,7 @@ def _look_at(path: str, dtype: np.dtype) -> None:
     if dtype.itemsize < 4 and not odd.any() and tokens[::2].any():
         wider = {1: "uint16", 2: "uint32"}[dtype.itemsize]
         warnings.warn(
-            f"{path}: every second {dtype.name} token of the first {tokens.size} is 0, as if the file held "
-            f"{wider}",
+            f"{path}: every second {dtype.name} token of the first {tokens.size} is 0, as if the file held {wider}",
             TokenFileWarning,
             stacklevel=6,
         )

@@ -1,0 +1,27 @@
+"""What all tests share: token files to read, and hypothesis profiles."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+settings.register_profile("soak", settings.get_profile("default"), max_examples=2000)
+settings.load_profile("soak" if os.environ.get("TOKENPIPE_SOAK") else "default")
+
+
+@pytest.fixture
+def token_file(tmp_path: Path):
+    """token_file(name, tokens): a raw uint16 file whose token k is (k * 7 + salt) % 50_000, and its path."""
+
+    def write(name: str, tokens: int, salt: int = 0) -> str:
+        path = tmp_path / name
+        ids = (np.arange(tokens, dtype=np.int64) * 7 + salt) % 50_000
+        ids.astype("<u2").tofile(path)
+        return str(path)
+
+    return write
