@@ -17,11 +17,12 @@ contender's first batches are compared with the bare gather's for the same sampl
     DataLoader(graph)  torch's DataLoader over tokenpipe's graph with two workers: a remark, since it moves
                        every batch through shared memory and asks for one batch at a time.
 
-How: the contenders take turns, round after round, a few hundred batches a turn, and a ratio is taken within
-its round; the medians over all rounds are printed. So other load on the machine disturbs single rounds, not
-the table. Each contender is some turns ahead of the next one, so that all read the same samples in total but
-nobody reads what another has just left in the processor's cache. All maps are touched before timing: page
-faults would cost everyone (but Nanoset as published, which always has them) the same and flatter the ratio.
+How: the contenders take turns, round after round, in an order drawn anew for each round, a few hundred batches
+a turn, and a ratio is taken within its round; the medians over all rounds are printed. So other load on the
+machine disturbs single rounds, not the table. Each contender is some turns ahead of the next one, so that all
+read the same samples in total but nobody reads what another has just left in the processor's cache. All maps
+are touched before timing: page faults would cost everyone (but Nanoset as published, which always has them) the
+same and flatter the ratio. Whoever makes batches ahead is left time to fill its queue before the next turn.
 
 Who does not gain: a training step takes milliseconds to seconds, a batch here takes microseconds; a run on
 one GPU that waits 100 ms for its step will not see any of these differences. It shows where one process
@@ -30,6 +31,8 @@ left to the host. Storage slower than the page cache makes all contenders equal.
 """
 
 import argparse
+import itertools
+import random
 import statistics
 import tempfile
 import time
@@ -188,7 +191,8 @@ class Contender:
 
     name: str
     open: Callable[[int], Iterator[Any]]
-    share: int = 1  # of the batches of a turn: slow contenders take every share-th
+    share: int = 1  # slow contenders make a share-th of a turn's batches
+    ahead: bool = False  # whether something else makes batches in the meantime
     target_bare: "float | None" = None
     target_published: "float | None" = None
     remark: bool = False
@@ -228,23 +232,23 @@ def contenders(
     return [
         Contender("bare gather", lambda start: bare_gather(paths, index, b, s, start)),
         Contender("tokenpipe", tokenpipe(0), target_bare=0.6, target_published=published),
-        Contender("tokenpipe, thread (prefetch_cnt=2)", tokenpipe(2), share=2),
+        Contender("tokenpipe, thread (prefetch_cnt=2)", tokenpipe(2), share=2, ahead=True),
         Contender("Nanoset, memmap kept open", nanoset(True), share=4),
         Contender("StatefulDataLoader over that", nanoset(True, StatefulDataLoader), share=4),
         Contender("Nanoset as published", nanoset(False), share=4),
-        Contender("DataLoader(graph), 2 workers", workers, share=16, remark=True),
+        Contender("DataLoader(graph), 2 workers", workers, share=16, ahead=True, remark=True),
     ]
 
 
 # Measuring --------------------------------------------------------------------------------------------------
 
 
-def check(field_: Sequence[Contender], count: int) -> None:
+def check(entrants: Sequence[Contender], count: int) -> None:
     """Each contender's first batches against the bare gather's for the same sample numbers."""
-    for contender in field_[1:]:
+    for contender in entrants[1:]:
         start = 0 if contender.remark else contender.start
         ours = contender.open(start)
-        for i, rows in zip(range(count), field_[0].open(start), strict=False):
+        for i, rows in zip(range(count), entrants[0].open(start), strict=False):
             batch = next(ours)
             for key, expected in (("input_ids", rows[:, :-1]), ("label_ids", rows[:, 1:])):
                 found = batch[key]
@@ -253,13 +257,16 @@ def check(field_: Sequence[Contender], count: int) -> None:
 
 
 def turn(contender: Contender, batches: int) -> float:
-    """Seconds for this many batches, each dropped before the next one is made."""
+    """Seconds for this many batches, each of them kept while the next one is made, as a training loop does."""
     items = contender.items
     assert items is not None
     began = time.perf_counter()
-    for _ in range(batches):
-        next(items)
-    return time.perf_counter() - began
+    for _batch in itertools.islice(items, batches):
+        pass
+    took = time.perf_counter() - began
+    if contender.ahead:
+        time.sleep(0.02)
+    return took
 
 
 def measure(paths: Sequence[Path], shape: tuple[int, int], tokens: int, rounds: int, batches: int) -> list[Contender]:
@@ -269,23 +276,24 @@ def measure(paths: Sequence[Path], shape: tuple[int, int], tokens: int, rounds: 
     total = warm + batches * (rounds + 8)
     index = index_of(graph_over(paths, b, s), total * b)
     loaders: list[DataLoader2] = []
-    field_ = contenders(paths, index, b, s, total, loaders)
+    entrants = contenders(paths, index, b, s, total, loaders)
     ahead = {"tokenpipe": 0, "bare gather": 1}  # tokenpipe from 0 on: no skip in its graph
-    for place, contender in enumerate(field_):
+    for place, contender in enumerate(entrants):
         contender.start = ahead.get(contender.name, place) * batches
-    check(field_, min(batches, 64))
-    for contender in field_:
+    check(entrants, min(batches, 64))
+    for contender in entrants:
         contender.items = contender.open(contender.start)
         turn(contender, batches if contender.remark or contender.name == "Nanoset as published" else warm)
+    shuffle = random.Random(7).sample
     for _ in range(rounds):
-        for contender in field_:
+        for contender in shuffle(entrants, len(entrants)):
             count = max(1, batches // contender.share)
             contender.rates.append(count * b / turn(contender, count))
-    for contender in field_:
+    for contender in entrants:
         contender.items = None
     for loader in loaders:
         loader.shutdown()
-    return field_
+    return entrants
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -293,11 +301,11 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return float(low), float(middle), float(high)
 
 
-def report(field_: Sequence[Contender]) -> str:
-    bare = field_[0]
-    published = next(c for c in field_ if c.name == "Nanoset as published")
+def report(entrants: Sequence[Contender]) -> str:
+    bare = entrants[0]
+    published = next(c for c in entrants if c.name == "Nanoset as published")
     rows = []
-    for c in field_:
+    for c in entrants:
         low, of_bare, high = quartiles([a / b for a, b in zip(c.rates, bare.rates, strict=True)])
         times = statistics.median([a / b for a, b in zip(c.rates, published.rates, strict=True)])
         targets = []
@@ -345,9 +353,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         paths = write_files(Path(folder), options.tokens)
         for shape in SHAPES:
-            field_ = measure(paths, shape, options.tokens, options.rounds, options.batches)
+            entrants = measure(paths, shape, options.tokens, options.rounds, options.batches)
             print(f"\n{shape[0]} × {shape[1]}, medians of {options.rounds} rounds of {options.batches} batches:\n")
-            print(report(field_), flush=True)
+            print(report(entrants), flush=True)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ class Blender(IndexedDataPipe):
             self.weights = quantise(self.sources, tempered(given, temperature))
         self.caps = self._caps(max_epochs, lengths)
         self.changes: tuple[WeightChange, ...] = ()
+        _ = self.phases  # whatever cannot be blended is refused here
 
     def check(self) -> None:
         lengths = {name: child.sequence_length for name, child in zip(self.sources, self.children, strict=True)}
@@ -122,6 +123,8 @@ class Blender(IndexedDataPipe):
         times = as_shares(self.sources, dict.fromkeys(self.sources, 1) | dict(repeats), "repeats")
         result = [round(t * n) for t, n in zip(times, lengths, strict=True)]
         for name, t, n in zip(self.sources, times, result, strict=True):
+            if n >= LARGEST_TOTAL:
+                raise WeightsError(f"repeats of source {name!r} is {t}: no union of 2**52 samples can be numbered")
             if t and not n:
                 raise WeightsError(f"repeats of source {name!r} is {t}: that is not one sample of it")
         return result
@@ -137,6 +140,10 @@ class Blender(IndexedDataPipe):
         else:
             given = dict.fromkeys(self.sources, max_epochs)
         for name, epochs in given.items():
+            if not epochs:
+                raise WeightsError(
+                    f"max_epochs of source {name!r} is {epochs}: not one sample of it; weight 0 leaves a source out"
+                )
             as_shares([name], [epochs], "max_epochs")
         caps: list[int | None] = []
         for name, child, n in zip(self.sources, self.children, lengths, strict=True):

@@ -11,7 +11,7 @@ Nodes that only re-order say which of their children's numbers each of theirs is
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -49,18 +49,18 @@ def as_count(name: str, value: Any, minimum: int = 1) -> int:
 
 def as_numbers(numbers: Any) -> Int64s:
     """Numbers as a contiguous int64 array (n,). Raises ArgumentTypeError, OutOfRangeError."""
-    array = np.asarray(numbers)
-    if array.size == 0:
-        return np.empty(0, np.int64)
-    if array.ndim != 1:
-        raise ArgumentTypeError(f"numbers must be one-dimensional, got shape {array.shape}")
-    if array.dtype.kind == "O" and all(type(n) is int for n in array):
-        raise OutOfRangeError(f"numbers go up to 2**63 - 2, got {max(array.tolist(), key=abs)}")
-    if array.dtype.kind not in "iu":
-        raise ArgumentTypeError(f"numbers must be integers, got dtype {array.dtype}")
-    if array.dtype.kind == "u" and array.max() >= MAX_NUMBER:
-        raise OutOfRangeError(f"numbers go up to 2**63 - 2, got {array.max()}")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    if not isinstance(numbers, np.ndarray):
+        numbers = list(numbers) if isinstance(numbers, Iterable) else [numbers]
+        if any(isinstance(n, (bool, np.bool_)) or not isinstance(n, (int, np.integer)) for n in numbers):
+            raise ArgumentTypeError(f"numbers must be a list or array of integers, got {numbers!r:.80}")
+        if any(not -MAX_NUMBER <= n < MAX_NUMBER for n in numbers):
+            raise OutOfRangeError(f"numbers go up to 2**63 - 2, got {max(numbers, key=abs)}")
+        return np.array([int(n) for n in numbers], np.int64)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        raise ArgumentTypeError(f"numbers must be integers (n,), got dtype {numbers.dtype}, shape {numbers.shape}")
+    if numbers.dtype.kind == "u" and numbers.size and numbers.max() >= MAX_NUMBER:
+        raise OutOfRangeError(f"numbers go up to 2**63 - 2, got {numbers.max()}")
+    return np.ascontiguousarray(numbers, dtype=np.int64)
 
 
 class Unpickled:

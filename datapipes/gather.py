@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .core import IndexedDataPipe, Int64s
+from .core import MAX_NUMBER, IndexedDataPipe, Int64s
 from .errors import ConfigurationError, TokenFileError, TokenIdError
 from .kernels import kernel
 from .read import TokenReader
@@ -46,8 +46,8 @@ class TokenGather:
         for reader in unique:
             self.base[id(reader)] = tokens
             tokens += reader.samples_per_pass
-        limits = [reader.vocab_size for reader in unique if reader.vocab_size is not None]
-        self.vocab_size = min(limits) if len(limits) == len(unique) else None
+        limits = [reader.vocab_size or MAX_NUMBER for reader in unique for _ in reader.files]
+        self.limit = np.array(limits, np.int64) if min(limits) < MAX_NUMBER else None  # ids must be below it
         self.first: Int64s = np.cumsum([0, *(file.tokens for file in self.files)], dtype=np.int64)
         self.itemcode = np.array([file.itemcode for file in self.files], np.int64)
         self.address = np.zeros(len(self.files), np.uint64)
@@ -70,8 +70,8 @@ class TokenGather:
             for start, stop in columns:
                 self._fill(np.where(starts < 0, -1, starts + start), stop - start, out, at)
                 at += stop - start
-        if self.vocab_size is not None and out.size:
-            self._check_ids(out, starts)
+        if self.limit is not None and out.size:
+            self._check_ids(out, starts, self.limit)
         return out
 
     def _fill(self, starts: Int64s, width: int, out: Int64s, column: int) -> None:
@@ -111,14 +111,14 @@ class TokenGather:
             self.address[f], self.arrays[f] = 0, None
             self._open.pop(f).close()
 
-    def _check_ids(self, out: Int64s, starts: Int64s) -> None:
-        wrong = (out < 0) | (out >= (self.vocab_size or 0))
+    def _check_ids(self, out: Int64s, starts: Int64s, limit: Int64s) -> None:
+        file = np.maximum(np.searchsorted(self.first, starts, side="right") - 1, 0)
+        wrong = (out < 0) | (out >= limit[file][:, None])
         if wrong.any():
             row, column = (int(i[0]) for i in np.nonzero(wrong))
-            file = int(np.searchsorted(self.first, starts[row], side="right")) - 1
             raise TokenIdError(
-                f"{self.files[file].path}: token id {out[row, column]} in the row that begins at token "
-                f"{starts[row] - self.first[file]} of the file; vocab_size is {self.vocab_size}"
+                f"{self.files[file[row]].path}: token id {out[row, column]} in the row that begins at token "
+                f"{starts[row] - self.first[file[row]]} of the file; vocab_size is {limit[file[row]]}"
             )
 
 

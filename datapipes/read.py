@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .core import IndexedDataPipe, Int64s, Unpickled, as_count
-from .errors import ArgumentTypeError, ConfigurationError, TokenFileError
+from .errors import ArgumentTypeError, ConfigurationError, TokenIdError
 from .formats import TokenLayout, read_layout
 
 __all__ = ["TokenReader"]
@@ -41,11 +41,11 @@ class TokenReader(IndexedDataPipe):
         vocab_size: "int | None" = None,
     ) -> None:
         super().__init__()
-        several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+        several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+        if not isinstance(several, Sequence) or not all(isinstance(path, (str, os.PathLike)) for path in several):
+            raise ArgumentTypeError(f"paths must be a str or PathLike, or a list of them, got {paths!r}")
         if not several:
             raise ConfigurationError("TokenReader needs at least one path")
-        if not all(isinstance(path, (str, os.PathLike)) for path in several):
-            raise ArgumentTypeError(f"paths must be str or PathLike, got {several!r}")
         if name is not None and (not isinstance(name, str) or not 0 < len(name) <= 200):
             raise ConfigurationError(f"a source's name has 1 to 200 characters, got {name!r}")
         self._name = name or PurePath(os.fspath(several[0])).stem
@@ -53,9 +53,7 @@ class TokenReader(IndexedDataPipe):
         self.files: tuple[TokenLayout, ...] = tuple(read_layout(path, dtype) for path in several)
         for file in self.files:
             if self.vocab_size is not None and (file.max_token_id or 0) >= self.vocab_size:
-                raise TokenFileError(
-                    f"{file.path}: holds token id {file.max_token_id}, vocab_size is {self.vocab_size}"
-                )
+                raise TokenIdError(f"{file.path}: holds token id {file.max_token_id}, vocab_size is {self.vocab_size}")
         self._first = Unpickled()
 
     @property

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from .core import Int64s, as_count
-from .errors import TopologyError
+import numpy as np
+
+from .core import Int64s
+from .errors import ArgumentTypeError, TopologyError
 
 __all__ = ["Topology"]
 
@@ -28,10 +30,13 @@ class Topology:
     def __post_init__(self) -> None:
         for axis in ("dp", "tp", "pp", "cp"):
             rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
-            as_count(f"{axis}_size", size)
-            as_count(f"{axis}_rank", rank, 0)
-            if rank >= size:
-                raise TopologyError(f"{axis}_rank is {rank}, {axis}_size {size}; 0 … {size - 1} would do")
+            for name, value in (("size", size), ("rank", rank)):
+                if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                    raise ArgumentTypeError(f"{axis}_{name} must be an integer, got {value!r}")
+            if size < 1:
+                raise TopologyError(f"{axis}_size is {size}; 1 or more would do")
+            if not 0 <= rank < size:
+                raise TopologyError(f"{axis}_rank is {rank}, {axis}_size {size}; a rank of 0 … {size - 1} would do")
 
     def __str__(self) -> str:
         shown = [axis for axis in ("dp", "tp", "pp", "cp") if axis == "dp" or getattr(self, f"{axis}_size") > 1]

@@ -20,7 +20,7 @@ import numpy as np
 
 from .errors import ArgumentTypeError, WeightsError
 
-__all__ = ["SCALE", "WeightTree", "as_shares", "quantise", "tempered"]
+__all__ = ["LARGEST_TOTAL", "SCALE", "WeightTree", "as_shares", "quantise", "tempered"]
 
 SCALE = 1 << 32
 """A weighted blend's integer weights add up to this."""

@@ -35,12 +35,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenpipe.datapipes import CausalLMCollator, TokenFileWriter, TokenReader, Topology
+from tokenpipe.reading_services import DataLoader2
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
-
-from tokenpipe.datapipes import CausalLMCollator, TokenFileWriter, TokenReader, Topology
-from tokenpipe.reading_services import DataLoader2
 
 SHARES = {"prose": 0.8, "code": 0.2}
 GLOBAL_BATCH_SIZE = 16
@@ -132,9 +131,7 @@ def write_token_files(s: Settings) -> None:
             for encoding in tokenizer.encode_batch(found):
                 writer.write([*encoding.ids, end_of_text])
         megabytes = sum(len(text.encode()) for text in found) / 1e6
-        print(
-            f"  {path.name:<15} {writer.documents:>4} documents, {megabytes:5.2f} MB, {writer.tokens:>9,} tokens"
-        )
+        print(f"  {path.name:<15} {writer.documents:>4} documents, {megabytes:5.2f} MB, {writer.tokens:>9,} tokens")
 
 
 # 3. The graphs --------------------------------------------------------------------------------------------
@@ -207,7 +204,7 @@ def step_hash(sample_numbers: np.ndarray, rows: np.ndarray) -> str:
     return hashlib.sha256(numbers.tobytes() + tokens.tobytes()).hexdigest()
 
 
-def train(s: Settings, run: str, micro_batch_size: int, resume: bool, save: bool) -> None:
+def train(s: Settings, run: str, micro_batch_size: int, save: bool = False, resume: bool = False) -> None:
     """One process of one run: a line in {run}.jsonl a step, checkpoint.pt every so many steps."""
     torch.manual_seed(s.seed)
     torch.use_deterministic_algorithms(True)
@@ -251,11 +248,11 @@ def train(s: Settings, run: str, micro_batch_size: int, resume: bool, save: bool
             }
             if (step + 1) % s.every == 0:
                 record["evaluation_loss"] = evaluate(model, evaluation)
-                if save:
-                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                    save_checkpoint(s.out / "checkpoint.pt", {**state, "loader": loader.state_dict()})
             log.write(json.dumps(record) + "\n")
             log.flush()
+            if save and (step + 1) % s.every == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                save_checkpoint(s.out / "checkpoint.pt", {**state, "loader": loader.state_dict()})
 
 
 @torch.no_grad()
@@ -289,60 +286,51 @@ def read_log(s: Settings, run: str) -> list[dict[str, Any]]:
 
 
 class Child:
-    """A run in a process of its own, with a progress bar that follows its log."""
+    """A run in a process of its own, and a progress bar that follows its log. Errors come through stderr."""
 
-    def __init__(self, s: Settings, run: str, *arguments: str, line: int = 0, first: int = 0) -> None:
-        self.settings, self.run = s, run
-        settings = json.dumps({**dataclasses.asdict(s), "out": str(s.out)})
-        command = [sys.executable, __file__, "--child", run, "--settings", settings, *arguments]
-        self.process = subprocess.Popen(command)
-        self.bar = tqdm(
-            desc=f"{run:<13}", total=s.steps, initial=first, position=line, unit="step", disable=None
-        )
+    def __init__(self, s: Settings, line: int, first: int = 0, **arguments: Any) -> None:
+        self.settings, self.run = s, arguments["run"]
+        what = {"settings": {**dataclasses.asdict(s), "out": str(s.out)}, **arguments}
+        self.process = subprocess.Popen([sys.executable, __file__, "--child", json.dumps(what)])
+        name, total = f"  {self.run:<13}", s.steps
+        self.bar = tqdm(desc=name, total=total, initial=first, position=line, unit="step", ncols=110, disable=None)
 
     def follow(self) -> int:
-        """Moves the bar to where the log is; gives the steps that are done."""
+        """Moves the bar to the end of the log; gives the steps that are done."""
         if self.process.poll():
             raise SystemExit(f"the {self.run} run failed with exit status {self.process.returncode}")
         if not (log := read_log(self.settings, self.run)):
             return 0
-        last = log[-1]
-        self.bar.set_postfix_str(f"loss {last['loss']:.3f}, {last['tokens_per_second']:,.0f} tokens/s", False)
-        self.bar.update(last["step"] + 1 - self.bar.n)
-        return last["step"] + 1
+        self.bar.set_postfix_str(f"loss {log[-1]['loss']:.3f}, {log[-1]['tokens_per_second']:,.0f} tokens/s", False)
+        self.bar.update(log[-1]["step"] + 1 - self.bar.n)
+        return log[-1]["step"] + 1
 
-    def stop(self) -> None:
-        self.process.kill()  # SIGKILL: nothing in the child gets to run any more
+    def kill(self) -> None:
+        self.process.kill()  # SIGKILL: nothing in that process gets to run any more
         self.process.wait()
-        self.bar.close()
 
 
 def run_all(s: Settings) -> None:
-    """Two runs side by side; when one is between its checkpoints, SIGKILL; a third goes on from there."""
+    """Two runs side by side; SIGKILL hits one between two checkpoints; a third goes on from the last one."""
     for old in (*s.out.glob("*.jsonl"), *s.out.glob("checkpoint.*")):
         old.unlink()
-    small, large = (["--micro-batch", str(size)] for size in (MICRO_BATCH_SIZE, RESUMED_MICRO_BATCH_SIZE))
-    kill_at = s.steps // 2 // s.every * s.every + s.every // 2
-    children = [Child(s, "uninterrupted", *small), Child(s, "killed", *small, "--save", line=1)]
+    saved = s.steps // 2 // s.every * s.every
+    whole = Child(s, 0, run="uninterrupted", micro_batch_size=MICRO_BATCH_SIZE)
+    killed = Child(s, 1, run="killed", micro_batch_size=MICRO_BATCH_SIZE, save=True)
+    children = [whole, killed]
     try:
-        while children[1].follow() < kill_at:
-            children[0].follow()
+        while killed.follow() < saved + s.every // 2:
+            whole.follow()
             time.sleep(0.02)
-        children[1].process.kill()  # SIGKILL: nothing in that process gets to run any more
-        children[1].process.wait()
-        killed, saved = read_log(s, "killed")[-1]["step"], kill_at // s.every * s.every
-        children[1].bar.set_postfix_str(f"killed after step {killed}")
-        children.append(Child(s, "resumed", *large, "--resume", line=2, first=saved))
-        running = [children[0], children[2]]
-        while any([child.follow() < s.steps for child in running]):
-            time.sleep(0.05)
-        for child in running:
-            child.process.wait()
-            child.follow()
+        killed.kill()
+        killed.bar.set_postfix_str("SIGKILL")
+        resumed = Child(s, 2, saved, run="resumed", micro_batch_size=RESUMED_MICRO_BATCH_SIZE, resume=True)
+        children.append(resumed)
+        while min(whole.follow(), resumed.follow()) < s.steps:
+            time.sleep(0.1)
     finally:
         for child in children:
-            child.process.kill()
-            child.process.wait()
+            child.kill()
             child.bar.close()
 
 
@@ -350,30 +338,23 @@ def compare(s: Settings) -> bool:
     """Prints how far the runs agree; True if not one token differs and the losses are within the tolerance."""
     whole, killed, resumed = (read_log(s, run) for run in ("uninterrupted", "killed", "resumed"))
     first, last = resumed[0]["step"], killed[-1]["step"]
-    print(f"  killed:  steps 0 … {last}, in micro-batches of {MICRO_BATCH_SIZE}; the last checkpoint was at {first}")
-    print(f"  resumed: steps {first} … {resumed[-1]['step']}, in micro-batches of {RESUMED_MICRO_BATCH_SIZE}")
-    complete = [r["step"] for r in whole] == list(range(s.steps))
-    complete &= [r["step"] for r in killed] == list(range(last + 1)) and 0 < first <= last + 1 < s.steps
-    complete &= [r["step"] for r in resumed] == list(range(first, s.steps))
-
+    complete = [[r["step"] for r in log] for log in (whole, killed, resumed)] == [
+        list(range(s.steps)), list(range(last + 1)), list(range(first, s.steps)),
+    ] and 0 < first <= last + 1 < s.steps  # fmt: skip
+    print(f"  killed   steps 0 … {last}, micro-batches of {MICRO_BATCH_SIZE}, last checkpoint after {first} steps")
+    print(f"  resumed  steps {first} … {resumed[-1]['step']}, micro-batches of {RESUMED_MICRO_BATCH_SIZE}")
     differ = sum(r["hash"] != whole[r["step"]]["hash"] for r in killed + resumed)
-    tokens = [s.sequence_length * sum(r["rows"]) for r in whole]
-    joined = [hashlib.sha256("".join(r["hash"] for r in log).encode()) for log in (whole, killed[:first] + resumed)]
-    print(f"  tokens:  {differ} of {len(killed + resumed)} steps differ; all {sum(tokens):,} tokens as one hash:")
-    print(f"           uninterrupted {joined[0].hexdigest()[:32]}")
-    print(f"           stitched      {joined[1].hexdigest()[:32]}")
-
-    largest = {}
-    for run, log in (("killed", killed), ("resumed", resumed)):
+    tokens = s.sequence_length * sum(sum(r["rows"]) for r in whole)
+    print(f"  tokens   {differ} of {len(killed + resumed)} steps differ; the hash of all {tokens:,} tokens is")
+    for name, log in (("uninterrupted", whole), ("resumed", killed[:first] + resumed)):
+        print(f"           {hashlib.sha256(''.join(r['hash'] for r in log).encode()).hexdigest()}  {name}")
+    largest = []
+    for name, log in (("killed", killed), ("resumed", resumed)):
         for key in ("loss", "evaluation_loss"):
-            largest[run, key] = max(abs(r[key] - whole[r["step"]][key]) for r in log if key in r)
-    print(f"  losses:  largest difference while micro-batches are the same {largest['killed', 'loss']:.1e}, after the")
-    print(
-        f"           resume {largest['resumed', 'loss']:.1e} (evaluation {largest['resumed', 'evaluation_loss']:.1e}), "
-        f"tolerance {LOSS_TOLERANCE}"
-    )
-    good = complete and not differ and max(largest.values()) <= LOSS_TOLERANCE
-    print("  → the resumed run is the uninterrupted one" if good else "  → THE RUNS DIFFER")
+            largest.append(max(abs(r[key] - whole[r["step"]][key]) for r in log if key in r))
+            print(f"  {key.replace('_', ' '):<16} {name:<8} differs by at most {largest[-1]:.1e}")
+    good = complete and not differ and max(largest) <= LOSS_TOLERANCE
+    print(f"  tolerance {LOSS_TOLERANCE}: " + ("the runs agree" if good else "THE RUNS DIFFER"))
     return good
 
 
@@ -385,80 +366,102 @@ def ask(s: Settings, step: int) -> bool:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(s.out / "tokenizer.json"))
-    with DataLoader2(training_graph(s, MICRO_BATCH_SIZE)) as loader:
-        records = loader.contents(step=step)
-        rows = [TokenReader(r.file).fetch(range(r.file_token, r.file_token + s.sequence_length + 1)) for r in records]
-        print(f"  sample  micro-batch, row  source  epoch  token      text ({len(rows)} rows, the first 6)")
-        for r, row in list(zip(records, rows, strict=True))[:6]:
-            text = repr(tokenizer.decode(row.tolist()))[:56]
-            print(
-                f"  {r.sample_number:>6}  {r.micro_batch:>11}, {r.row:<3}  {r.source:<6}  {r.epoch:>5}"
-                f"  {r.token:>9,}  {text}…"
-            )
-        numbers = np.array([r.sample_number for r in records])
-        trained_on = read_log(s, "uninterrupted")[step]["hash"] == step_hash(numbers, np.stack(rows))
-        print(f"  → these rows' hash is {'the one' if trained_on else 'NOT THE ONE'} that the run logged at step {step}")
+    loader = DataLoader2(training_graph(s, MICRO_BATCH_SIZE))
+    records = loader.contents(step=step)
+    rows = [TokenReader(r.file).fetch(range(r.file_token, r.file_token + s.sequence_length + 1)) for r in records]
+    print(f"  loader.contents(step={step}), the first 6 of {len(rows)} rows:")
+    print("  sample  micro-batch  row  source  epoch      token  file            text")
+    for r, row in list(zip(records, rows, strict=True))[:6]:
+        place = f"{r.sample_number:>8}  {r.micro_batch:>11}  {r.row:>3}  {r.source:<6}  {r.epoch:>5}  {r.token:>9,}"
+        print(f"{place}  {Path(r.file).name:<14}  {tokenizer.decode(row.tolist())[:40]!r}")
+    numbers = np.array([r.sample_number for r in records])
+    same = read_log(s, "uninterrupted")[step]["hash"] == step_hash(numbers, np.stack(rows))
+    print(f"  their hash {'is' if same else 'IS NOT'} the one that the run logged for step {step}")
 
-        asked = records[2]
-        token = asked.token + s.sequence_length // 2
-        found = loader.when(source=asked.source, token=token, steps=range(s.steps))
-        print(f"  token {token:,} of {asked.source} ({tokenizer.decode([int(rows[2][s.sequence_length // 2])])!r}) is a label in:")
-        for place in found:
-            print(f"  → step {place.step}, rank {place.rank}, micro-batch {place.micro_batch}, row {place.row}")
-        return trained_on and asked[:4] in found
+    asked, middle = records[2], s.sequence_length // 2
+    token, text = asked.token + middle, tokenizer.decode(rows[2][middle : middle + 1].tolist())
+    found = loader.when(source=asked.source, token=token, steps=range(s.steps))
+    print(f"  loader.when(source={asked.source!r}, token={token}, steps=range({s.steps})), the token is {text!r}:")
+    for place in found:
+        print(f"    step {place.step}, rank {place.rank}, micro-batch {place.micro_batch}, row {place.row}")
+    return same and asked[:4] in [tuple(place) for place in found]
 
 
 def draw(s: Settings) -> Path:
-    """pretrain.png: losses of all runs, and each source's share, over tokens."""
+    """pretrain.png: the losses of all runs, and each source's share, over tokens."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     logs = {run: read_log(s, run) for run in ("uninterrupted", "killed", "resumed")}
-    step_tokens = GLOBAL_BATCH_SIZE * s.sequence_length / 1000
 
     def over_tokens(run: str, key: str) -> tuple[list[float], list[float]]:
         found = [r for r in logs[run] if key in r]
-        return [(r["step"] + 1) * step_tokens for r in found], [r[key] for r in found]
+        return [(r["step"] + 1) * GLOBAL_BATCH_SIZE * s.sequence_length / 1000 for r in found], [r[key] for r in found]
 
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(10, 7), sharex=True, height_ratios=[3, 2], layout="constrained"
-    )
-    top.plot(*over_tokens("uninterrupted", "loss"), color="#b8c4d6", lw=5, label="uninterrupted")
-    top.plot(*over_tokens("killed", "loss"), color="#d95f02", lw=1.2, label="killed")
-    top.plot(*over_tokens("resumed", "loss"), color="#1b6e4f", lw=1.2, label="resumed")
-    top.plot(*over_tokens("uninterrupted", "evaluation_loss"), "o", color="black", mfc="none", ms=8, label="evaluation")
-    top.plot(*over_tokens("resumed", "evaluation_loss"), ".", color="#1b6e4f", ms=6, label="evaluation, resumed")
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(10, 7), sharex=True, height_ratios=[3, 2], layout="constrained")
+    colors = {"uninterrupted": "#b8c4d6", "killed": "#d95f02", "resumed": "#0b7a53"}
+    for run, color in colors.items():
+        top.plot(*over_tokens(run, "loss"), color=color, lw=5 if run == "uninterrupted" else 1.2, label=run)
+    whole, stitched = (over_tokens(run, "evaluation_loss") for run in ("uninterrupted", "resumed"))
+    top.plot(*whole, "o", color="black", mfc="none", ms=9, label="evaluation, uninterrupted")
+    top.plot(*stitched, ".", color=colors["resumed"], ms=7, label="evaluation, resumed")
     x, y = over_tokens("killed", "loss")
-    top.plot(x[-1], y[-1], "X", color="#d95f02", ms=11, mec="white", zorder=5)
-    top.annotate("SIGKILL", (x[-1], y[-1]), (8, 14), textcoords="offset points", color="#d95f02", weight="bold")
-    top.set_ylabel("loss")
-    top.set_title("Killed and resumed: the same tokens, the same loss", loc="left", weight="bold")
+    top.plot(x[-1], y[-1], "X", color=colors["killed"], ms=12, mec="white", zorder=5)
+    top.annotate("SIGKILL", (x[-1], y[-1]), (0, 24), textcoords="offset points", ha="center", color=colors["killed"])
+    top.set(ylabel="loss", title="Killed and resumed: the same tokens, the same loss")
     top.legend(frameon=False, ncols=2)
 
     rows = np.array([r["rows"] for r in logs["uninterrupted"]])
-    tokens = (np.arange(len(rows)) + 1) * step_tokens
+    tokens, _ = over_tokens("uninterrupted", "loss")
     for i, (name, color) in enumerate(zip(SHARES, ("#3b6fb6", "#a04a9c"), strict=True)):
-        bottom.plot(tokens, rows[:, i] / rows.sum(1), ".", color=color, alpha=0.25, ms=4)
-        bottom.plot(tokens, rows[:, i].cumsum() / rows.sum(1).cumsum(), color=color, lw=2, label=name)
-        bottom.axhline(SHARES[name], color="black", lw=0.8, ls=(0, (4, 4)))
+        bottom.plot(tokens, rows[:, i] / rows.sum(1), ".", color=color, alpha=0.3, ms=4, label=f"{name}, each step")
+        bottom.plot(tokens, rows[:, i].cumsum() / rows.sum(1).cumsum(), color=color, lw=2, label=f"{name}, so far")
+        bottom.axhline(SHARES[name], color="black", lw=0.8, ls="--", label="asked for" if i else None)
+    bottom.set(xlabel="tokens trained on (thousands)", ylabel="share of the samples", ylim=(0, 1))
+    bottom.legend(frameon=False, ncols=3, loc="center")
     figure.savefig(s.out / "pretrain.png", dpi=150)
     return s.out / "pretrain.png"
-
-
-# The main program -----------------------------------------------------------------------------------------
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("Printed:")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, help="optimizer steps of the run (default: 360; with --short 120)")
-    parser.add_argument("--short", action="store_true", help="a small model on a part of the text, below a minute")
-    parser.add_argument("--seed", type=int, default=7, help="of the model and of the order (default: 7)")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: 360; with --short 120)")
+    parser.add_argument("--short", action="store_true", help="a small model and a part of the text: below a minute")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="default: examples/out")
-    child = parser.add_argument_group("what the script starts itself with")
-    child.add_argument("--child", metavar="RUN", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=7, help="of the model and of the order (default: 7)")
+    parser.add_argument("--child", help=argparse.SUPPRESS)  # what the script starts itself with
     arguments = parser.parse_args()
+    if arguments.child:
+        what = json.loads(arguments.child)
+        settings = what.pop("settings")
+        train(Settings(**{**settings, "out": Path(settings["out"])}), **what)
+        return 0
+    s = Settings(arguments.out, arguments.seed, **(SHORT if arguments.short else {}))
+    if arguments.steps is not None:
+        s = dataclasses.replace(s, steps=arguments.steps)
+    if s.steps < 24 or s.seed < 0:
+        parser.error("--steps is at least 24, --seed at least 0")
+
+    s.out.mkdir(parents=True, exist_ok=True)
+    print("Token files, from this Python's standard library")
+    write_token_files(s)
+    print("\nThe graph")
+    graph = training_graph(s, MICRO_BATCH_SIZE)
+    print(graph.tree().replace(f"{s.out}{os.sep}", ""))
+    print(f"\nTraining, {s.steps} steps of {GLOBAL_BATCH_SIZE} samples", flush=True)
+    run_all(s)
+    print("\nCompared with the uninterrupted run")
+    agree = compare(s)
+    print("\nAsked of the order")
+    agree &= ask(s, step=read_log(s, "killed")[-1]["step"])
+    print(f"\nThe picture: {draw(s)}")
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

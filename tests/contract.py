@@ -1,7 +1,7 @@
 """The one check that every indexed node goes through; your own nodes can too.
 
-    from contract import check_indexed_node
-    def test_my_node(): check_indexed_node(lambda: MyNode(...))
+from contract import check_indexed_node
+def test_my_node(): check_indexed_node(lambda: MyNode(...))
 """
 
 import pickle
@@ -106,7 +106,7 @@ def check_routes(node: IndexedDataPipe, n: int) -> None:
     if not node.children or hasattr(node, "starts") or node.functional_name == "batch_samples":
         return
     assert source.dtype == routed.dtype == np.int64
-    assert ((0 <= source) & (source < len(node.children))).all()
+    assert ((source >= 0) & (source < len(node.children))).all()
     for s, child in enumerate(node.children):
         at = np.flatnonzero(source == s)
         assert (routed[at] >= 0).all()

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from contract import check_indexed_node
 
+from contract import check_indexed_node
 from tokenpipe import datapipes
 from tokenpipe.datapipes import IndexedDataPipe, TokenFileWriter, TokenReader, Topology
 

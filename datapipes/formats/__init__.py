@@ -30,6 +30,8 @@ def read_layout(path: "str | os.PathLike[str]", dtype: object = None) -> TokenLa
     try:
         with local.open("rb") as file:
             head, size = file.read(HEAD), os.fstat(file.fileno()).st_size
+    except ValueError as error:  # a NUL in the path
+        raise TokenFileError(f"{text!r} is no path of a token file: {error}") from error
     except OSError as error:
         raise TokenFileError(error.errno, f"cannot open the token file: {error.strerror or error}", text) from error
     if size == 0:

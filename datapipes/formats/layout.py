@@ -17,11 +17,14 @@ DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16",
 def as_dtype(value: object) -> np.dtype:
     """One of DTYPES, from a name or a NumPy dtype. Raises ConfigurationError."""
     try:
-        name = np.dtype(value).name  # type: ignore[call-overload]
-    except TypeError:
-        name = repr(value)
-    if name not in DTYPES:
-        raise ConfigurationError(f"dtype {value!r} cannot hold tokens; one of {', '.join(DTYPES)} would do")
+        dtype = np.dtype(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        dtype = None
+    name = getattr(dtype, "name", "")
+    if dtype is None or dtype != DTYPES.get(name):  # another byte order is another dtype
+        raise ConfigurationError(
+            f"dtype {value!r} cannot hold tokens; one of {', '.join(DTYPES)} (little-endian) would do"
+        )
     return DTYPES[name]
 
 

@@ -20,9 +20,9 @@ All integers little-endian:
                   u64 × documents: cumulative document ends, in tokens; the last is `tokens`
 """
 
+import contextlib
 import hashlib
 import os
-import shutil
 import struct
 import tempfile
 import zlib
@@ -33,7 +33,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from ..errors import ConfigurationError, TokenFileError, TokenIdError
+from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError, TokenIdError
 from .layout import DTYPES, TokenLayout, as_dtype
 
 __all__ = ["TokenFileWriter", "verify_token_file"]
@@ -94,7 +94,7 @@ class TokenFileWriter:
         tokenizer: a name of at most 64 UTF-8 bytes. tokenizer_hash: at most 32 bytes.
         end_of_text: the id that closes documents, for readers of the file; not added by the writer.
 
-    Raises ConfigurationError, TokenIdError (before anything of the document is written), OSError.
+    Raises ConfigurationError, ArgumentTypeError, TokenIdError (before anything of the document is written), OSError.
     """
 
     def __init__(
@@ -108,6 +108,18 @@ class TokenFileWriter:
     ) -> None:
         if vocab_size is None and dtype is None:
             raise ConfigurationError(f"{os.fspath(path)}: give vocab_size= or dtype=, to choose how ids are stored")
+        for what, value, most in (
+            ("vocab_size", vocab_size, 1 << 63),
+            ("end_of_text", end_of_text, vocab_size if isinstance(vocab_size, int) else 1 << 63),
+        ):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
+                raise ArgumentTypeError(f"{what} must be an integer, got {value!r}")
+            if value is not None and not int(what == "vocab_size") <= value <= most - int(what != "vocab_size"):
+                raise ConfigurationError(
+                    f"{what} is {value}; {'1 or more' if what == 'vocab_size' else 'an id below vocab_size'} would do"
+                )
+        if not isinstance(tokenizer, str) or not isinstance(tokenizer_hash, bytes):
+            raise ArgumentTypeError("tokenizer must be a str, tokenizer_hash bytes")
         name = tokenizer.encode()
         if len(name) > 64 or len(tokenizer_hash) > 32:
             raise ConfigurationError("tokenizer has at most 64 UTF-8 bytes, tokenizer_hash at most 32 bytes")
@@ -128,11 +140,23 @@ class TokenFileWriter:
 
     def write(self, document: "Iterable[int] | np.ndarray") -> None:
         """Appends one document (1-D integers, its end-of-text id included if it shall have one)."""
-        ids = np.asarray(document if isinstance(document, np.ndarray) else list(document))
+        if self._file.closed:
+            raise ConfigurationError(f"{self.path}: the writer is closed; a token file is written in one go")
+        if not isinstance(document, np.ndarray):
+            given = list(document) if isinstance(document, Iterable) else None
+            if given is None or not all(isinstance(n, (int, np.integer)) for n in given):
+                raise ArgumentTypeError(f"a document is a list or 1-D array of integers, got {document!r:.80}")
+            ids = np.array(given)
+            if ids.dtype.kind not in "iu":  # beyond 64 bits: named below as the ids that do not fit
+                ids = np.array(given, dtype=object)
+        elif document.ndim != 1 or document.dtype.kind not in "iu":
+            raise ArgumentTypeError(
+                f"a document is a 1-D array of integers, got shape {document.shape}, dtype {document.dtype}"
+            )
+        else:
+            ids = document
         if ids.size == 0:
             return
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise TokenIdError(f"a document is a 1-D sequence of integers, got shape {ids.shape}, {ids.dtype}")
         largest, smallest = int(ids.max()), int(ids.min())
         if smallest < 0 or largest >= self._limit:
             wrong = smallest if smallest < 0 else largest
@@ -154,9 +178,15 @@ class TokenFileWriter:
         """Completes the file and gives it its name. Raises ConfigurationError if it has no token."""
         if self._file.closed:
             return
-        if not self.tokens:
+        try:
+            if not self.tokens:
+                raise ConfigurationError(f"{self.path}: no document with a token was written")
+            self._complete()
+        except BaseException:
             self.abort()
-            raise ConfigurationError(f"{self.path}: no document with a token was written")
+            raise
+
+    def _complete(self) -> None:
         at = HEADER + self.tokens * self.dtype.itemsize
         self._put(bytes(_aligned(at) - at))
         self._ends.seek(0)
@@ -172,10 +202,10 @@ class TokenFileWriter:
         self._file.write(head + zlib.crc32(head).to_bytes(4, "little"))
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._temporary.chmod(self.path.stat().st_mode & 0o777 if self.path.exists() else 0o644)
+        self._temporary.replace(self.path)
         self._file.close()
         self._ends.close()
-        shutil.copymode(self.path, self._temporary) if self.path.exists() else self._temporary.chmod(0o644)
-        self._temporary.replace(self.path)
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -184,9 +214,10 @@ class TokenFileWriter:
 
     def abort(self) -> None:
         """Throws away what was written; `path` stays as it was."""
-        self._file.close()
-        self._ends.close()
         self._temporary.unlink(missing_ok=True)
+        for file in (self._file, self._ends):
+            with contextlib.suppress(OSError):  # a full disk fails again where a buffer is flushed
+                file.close()
 
     def __enter__(self) -> "TokenFileWriter":
         return self
