@@ -64,9 +64,10 @@ class SampleBatcher(IndexedDataPipe):
         child = self.datapipe
         if child.steps is not None:
             raise ConfigurationError("batch_samples stands once in a graph")
-        self._steps.check_from(child.first_sample)
         order = self._order()
         self._bound = order.first_sample + order.end if child.finite else None
+        if self._bound is None or child.first_sample < self._bound:  # the end of a run is a boundary too
+            self._steps.check_from(child.first_sample)
         if child.finite and child.first_sample == 0 and self.end == 0:
             raise BatchSizeError(
                 f"the run has {order.end} samples, fewer than one step of {self._steps.size(0)}: nothing would be "
@@ -141,43 +142,53 @@ class SampleBatcher(IndexedDataPipe):
 
     def _rows(self, batches: Int64s, columns: Any = None) -> Iterator[Rows]:
         """All batches routed at once; each then gathered only when it is asked for."""
-        b, child, plan = self.micro_batch_size, self.datapipe, plan_of(self.datapipe)
+        b, child = self.micro_batch_size, self.datapipe
         numbers = (batches[:, None] * b + np.arange(b, dtype=np.int64)).reshape(-1)
         samples = child.sample_numbers(numbers)
-        if self._bound is None or not (ended := samples >= self._bound).any():
-            valid = None
-            sources, places = self._routed(numbers)
-        else:
+        valid = None
+        if self._bound is not None and (ended := samples >= self._bound).any():
             valid = ~ended
-            samples = np.where(ended, -1, samples)
+        if plan_of(child).gather is None:
+            yield from self._made_rows(numbers, samples, valid, columns)
+            return
+        # windows of tokens: from the sample numbers on, so that the sharder is asked only once
+        order = self._order()
+        plan = plan_of(order)
+        if valid is None:
+            sources, places = plan.starts(samples - order.first_sample)
+        else:
             sources, places = np.full(numbers.size, -1, np.int64), np.full(numbers.size, -1, np.int64)
-            sources[valid], places[valid] = self._routed(numbers[valid])
+            sources[valid], places[valid] = plan.starts(samples[valid] - order.first_sample)
+            samples = np.where(valid, samples, -1)
+        gather, width = plan.gather, plan.width
+        assert gather is not None
         pad = self.tail == "pad"
-        for i in range(batches.size):
-            rows = slice(i * b, i * b + b)
-            kept = np.ones(b, np.bool_) if valid is None else valid[rows]
-            if not pad and not kept.all():
-                rows = np.flatnonzero(kept) + i * b  # type: ignore[assignment]
-            if plan.gather is not None:
-                tokens: Any = plan.gather.rows(places[rows], plan.width, columns)
-            else:
-                tokens = self._made(numbers[rows], kept, columns)
-            yield Rows(tokens, samples[rows], sources[rows], kept if pad else None)
+        kept = np.ones(b, np.bool_) if pad else None
+        for at in range(0, numbers.size, b):
+            rows: Any = slice(at, at + b)
+            if valid is not None and pad:
+                kept = valid[rows]
+            elif valid is not None:
+                rows = np.flatnonzero(valid[rows]) + at
+            yield Rows(gather.rows(places[rows], width, columns), samples[rows], sources[rows], kept)
 
-    def _routed(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
-        plan = plan_of(self.datapipe)
-        return plan.starts(numbers) if plan.gather is not None else plan.resolve(numbers)
-
-    def _made(self, numbers: Int64s, kept: np.ndarray, columns: Any) -> Any:
-        """Items that a map or zip below makes; padding repeats the first of them, and is masked later."""
-        valid = numbers[kept] if kept.size == numbers.size else numbers
-        if valid.size == 0:
-            raise ConfigurationError("a batch of padding alone needs rows of tokens, not mapped items")
-        made = self.datapipe.fetch(valid, columns) if columns is not None else self.datapipe.fetch(valid)
-        items = list(made)
-        if kept.size == numbers.size and not kept.all():
-            whole = [items[0]] * numbers.size
-            for place, item in zip(np.flatnonzero(kept).tolist(), items, strict=True):
-                whole[place] = item
-            items = whole
-        return stacked(items)
+    def _made_rows(self, numbers: Int64s, samples: Int64s, valid: "np.ndarray | None", columns: Any) -> Iterator[Rows]:
+        """Items that a map or zip below makes; padding repeats the first of a batch, and is masked later."""
+        b, child = self.micro_batch_size, self.datapipe
+        leaves = plan_of(child).resolve(numbers if valid is None else numbers[valid])[0]
+        sources = np.full(numbers.size, -1, np.int64)
+        sources[slice(None) if valid is None else valid] = leaves
+        for at in range(0, numbers.size, b):
+            kept = np.ones(b, np.bool_) if valid is None else valid[at : at + b]
+            if not kept.any():
+                raise ConfigurationError("a batch of padding alone needs rows of tokens, not mapped items")
+            rows = np.flatnonzero(kept) + at
+            made = child.fetch(numbers[rows], columns) if columns is not None else child.fetch(numbers[rows])
+            if self.tail != "pad":
+                yield Rows(stacked(list(made)), samples[rows], sources[rows], None)
+                continue
+            items = [made[0]] * b
+            for place, item in zip(np.flatnonzero(kept).tolist(), made, strict=True):
+                items[place] = item
+            number = np.where(kept, samples[at : at + b], -1)
+            yield Rows(stacked(items), number, sources[at : at + b], kept)

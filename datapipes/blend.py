@@ -11,7 +11,7 @@ from ._torch import functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s
 from .errors import ArgumentTypeError, ConfigurationError, SourceExhaustedError, WeightsError
 from .kernels import kernel
-from .weights import WeightTree, as_shares, quantise, tempered
+from .weights import LARGEST_TOTAL, WeightTree, as_shares, quantise, tempered
 
 __all__ = ["Blender", "WeightChange"]
 

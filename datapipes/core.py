@@ -34,8 +34,8 @@ Node = TypeVar("Node", bound="IndexedDataPipe")
 MAX_NUMBER = 2**63 - 1
 """`end` of a node without a limit: its numbers are 0 … 2**63 - 2."""
 
-ROUTE_AHEAD = 64
-"""How many batches (or rows of one) are routed in one go; more costs latency and gains nothing."""
+ROUTE_AHEAD = 256
+"""How many items are routed in one go, at most: it shares out the fixed cost of a block (some 70 µs)."""
 
 
 def as_count(name: str, value: Any, minimum: int = 1) -> int:

@@ -79,26 +79,29 @@ def source_contents(graph: "IndexedDataPipe") -> "dict[str, str]":
 
 
 def describe_order(graph: "IndexedDataPipe") -> "dict[str, str]":
-    """{place in the graph: node and settings} of what decides the order, without the files' contents."""
+    """{"node@source": settings} of what decides the order, without the files' contents.
+
+    A source is its name, in blends of blends a path of names (escaped as in JSON pointers, RFC 6901).
+    """
+    from .combine import Mapper
+    from .read import TokenReader
+    from .shard import RankSharder
+
     lines: dict[str, str] = {}
 
     def walk(node: "IndexedDataPipe", place: str) -> None:
-        from .combine import Mapper
-        from .read import TokenReader
-        from .shard import RankSharder
-
         if isinstance(node, TokenReader):
             return
         # a user's function decides contents, not places; ranks are views on one order
         if not isinstance(node, (Mapper, RankSharder)):
-            settings = json.dumps(node.settings, sort_keys=True, separators=(",", ":"))
-            key = f"{place}{node.functional_name}"
-            while key in lines:
-                key += "'"
-            lines[key] = settings
+            kind = node.functional_name
+            while f"{kind}{place}" in lines:
+                kind += "'"
+            lines[f"{kind}{place}"] = json.dumps(node.settings, sort_keys=True, separators=(",", ":"))
         several = len(node.children) > 1 or node.functional_name == "blend"
         for i, child in enumerate(node.children):
-            walk(child, f"{place}{child.name or i}/" if several else place)
+            name = (child.name or str(i)).replace("~", "~0").replace("/", "~1")
+            walk(child, f"{place}{'/' if place else '@'}{name}" if several else place)
 
     walk(order_of(graph), "")
     return lines

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .blend import Blender
+from .bound import Once
 from .core import IndexedDataPipe
 from .errors import JournalError
 from .steps import Breakpoint
@@ -67,6 +68,8 @@ def blend_to_change(graph: IndexedDataPipe, sources: "list[str] | None" = None, 
             f"this graph has no blend{f' named {blend!r}' if blend else ''}, so it has no weights to update"
         )
     for node, _ in path[:-1]:
+        if isinstance(node, Once):
+            raise JournalError("once() is a pass in which each sample comes exactly once; it has no weights to update")
         if not node.in_order and not node.trunk:
             raise JournalError(
                 f"{type(node).__name__} stands above the blend: what was consumed is no prefix of the blend, so new "

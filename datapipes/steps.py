@@ -22,6 +22,8 @@ class Breakpoint(NamedTuple):
 
 Schedule = tuple[tuple[int, int], ...]
 
+MOST_BREAKPOINTS = 256
+
 
 def as_schedule(value: Any, unit: int) -> Schedule:
     """((step, global batch size), …) from a number or a list of pairs; each a multiple of `unit`.
@@ -38,6 +40,11 @@ def as_schedule(value: Any, unit: int) -> Schedule:
     steps = [step for step, _ in schedule]
     if not steps or steps[0] != 0 or steps != sorted(set(steps)):
         raise BatchSizeError(f"the steps of global_batch_size must begin at 0 and increase, got {steps}")
+    if len(schedule) > MOST_BREAKPOINTS:
+        raise BatchSizeError(
+            f"global_batch_size has {len(schedule)} entries; at most {MOST_BREAKPOINTS} fit a state: a ramp of fewer, "
+            "larger jumps would do"
+        )
     for step, size in schedule:
         if size % unit:
             raise BatchSizeError(

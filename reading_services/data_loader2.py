@@ -60,6 +60,9 @@ class DataLoader2Iterator:
         except Exception:
             loader.shutdown()
             raise
+        except BaseException:  # Ctrl-C: what was being made was not delivered, and is made again
+            loader._interrupted()
+            raise
         if loader._run is not None:
             loader._run.delivered += 1
         return item
@@ -104,9 +107,13 @@ class DataLoader2:
         if reading_service is not None and not isinstance(reading_service, ReadingServiceInterface):
             raise ArgumentTypeError(f"reading_service must be a ReadingServiceInterface, got {reading_service!r}")
         graph = datapipe if isinstance(datapipe, IndexedDataPipe) else _copied(datapipe)
-        adapters = datapipe_adapter_fn or []
+        adapters = [] if datapipe_adapter_fn is None else datapipe_adapter_fn
         for adapter in adapters if isinstance(adapters, Sequence) else [adapters]:
+            if not callable(adapter):
+                raise ArgumentTypeError(f"an adapter is a function from graph to graph, got {adapter!r}")
             graph = adapter(graph)
+            if not isinstance(graph, (IterDataPipe, MapDataPipe)):
+                raise ArgumentTypeError(f"adapter {adapter!r} gave back no graph but {graph!r}")
         self.datapipe = graph
         self.reading_service: ReadingServiceInterface = reading_service or InProcessReadingService()
         self._run = IndexedRun(graph) if isinstance(graph, IndexedDataPipe) else None
@@ -181,6 +188,14 @@ class DataLoader2:
             self._run.through = True
         self._iterating = False
         self.reading_service.finalize_iteration()
+
+    def _interrupted(self) -> None:
+        if self._run is None:
+            self._drop_items("it was interrupted")
+        else:
+            _close(self._items)
+            self._run.move(self._run.consumed_samples)
+            self._items = self._indexed_items()
 
     def _refuse(self) -> None:
         if self._terminated:

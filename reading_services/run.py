@@ -9,8 +9,8 @@ from typing import Any
 from ..adapters.journal import ApplyJournal
 from ..adapters.resume import ResumeSkip
 from ..datapipes.bound import Once
-from ..datapipes.core import IndexedDataPipe, as_count
-from ..datapipes.errors import JournalError
+from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count
+from ..datapipes.errors import JournalError, OutOfRangeError
 from ..datapipes.journal import Journal, WeightsEntry, blend_to_change
 from ..datapipes.ledger import steps_of
 from ..datapipes.steps import Schedule, StepTable
@@ -78,8 +78,19 @@ class IndexedRun:
         self.placed = self.through = False
 
     def seek(self, step: int) -> None:
-        self.move(self._table.start(as_count("step", step, 0)))
+        """Goes on at a step's first sample. Raises OutOfRangeError beyond the run's end."""
+        self.move(self._sample_of(step))
         self.placed = True
+
+    def _sample_of(self, step: int) -> int:
+        """Where a step begins; the end, for the step after the last."""
+        step = as_count("step", step, 0)
+        sample, last = self._table.start(step), self._last_sample()
+        if step and self._table.start(step - 1) < last <= sample:
+            return last
+        if sample > last or sample >= MAX_NUMBER:
+            raise OutOfRangeError(f"step {step} would begin at sample {sample}, but the run ends at sample {last}")
+        return sample
 
     # The journal ----------------------------------------------------------------------------------------
 
@@ -91,8 +102,8 @@ class IndexedRun:
         quantised = blend.integer_weights(weights, temperature)
         entry = WeightsEntry(step, self._table.start(step), name, quantised)
         journal = self.journal.with_weights(entry)
-        state = State(0, journal, self._schedule, *identity_of(self.built))
-        if size_of(state.as_json()) > MOST_BYTES:
+        state = State(self.consumed_samples, journal, self._schedule, *identity_of(self.built))
+        if size_of(state.as_json()) > MOST_BYTES * 3 // 4:  # the rest is for breakpoints that resumes add
             raise JournalError(
                 f"the journal is full ({len(self.journal.weights)} changes of weights): a state has at most "
                 f"{MOST_BYTES // 1024} KiB"
@@ -102,8 +113,8 @@ class IndexedRun:
     # State ------------------------------------------------------------------------------------------------
 
     def state_dict(self, step: "int | None" = None) -> dict[str, Any]:
-        """The state now, or when `step` steps are done, whatever was handed out."""
-        consumed = self.consumed_samples if step is None else self._table.start(as_count("step", step, 0))
+        """The state now, or when `step` steps are done, whatever was handed out (as after seek(step))."""
+        consumed = self.consumed_samples if step is None else self._sample_of(step)
         return State(consumed, self.journal, self._schedule, *identity_of(self.built)).as_json()
 
     def load_state_dict(self, value: Any) -> None:

@@ -3,10 +3,10 @@
     {"format": "tokenpipe-state", "version": 1,
      "consumed_samples": 128000, "step": 500,
      "journal": {"schedule": [[0, 256]], "breakpoints": [], "weights": [[480, 122880, "", [3006477107, …]]]},
-     "order": {"blend": "{…}", "*/permute": "{\\"seed\\":7}", …}, "sources": {"prose": "9f0c…", …}}
+     "order": {"blend": "{…}", "permute:*": "{\\"seed\\":7}", …}, "sources": {"prose": "9f0c…", …}}
 
-`order` is what decides the order besides the files, `*` standing for every source; `sources` are the
-files by content. More than 32 of either are put into 32 buckets, so that a state stays below 64 KiB.
+`order` is what decides the order besides the files, as "node@source", or "node:*" where all sources agree;
+`sources` are the files by content. More than 32 of either are put into 32 buckets, so that a state stays below 64 KiB.
 Nothing in a state is ever imported, opened or called; what is not exactly this is refused.
 """
 
@@ -74,28 +74,24 @@ def size_of(state: dict[str, Any]) -> int:
 def identity_of(graph: IndexedDataPipe) -> tuple[dict[str, str], dict[str, str]]:
     """(order, sources) of a graph. Reads 64 blocks of each file the first time."""
     sources = {name: content[:16] for name, content in source_contents(order_of(graph)).items()}
-    order = _starred(describe_order(graph), list(sources))
-    return _bucketed(order), _bucketed(sources)
+    return _bucketed(_starred(describe_order(graph))), _bucketed(sources)
 
 
-def _starred(lines: dict[str, str], names: list[str]) -> dict[str, str]:
-    """Lines that are the same for every source become one."""
-    if len(names) < 2:
-        return lines
-    out = dict(lines)
-    first = f"{names[0]}/"
+def _starred(lines: dict[str, str]) -> dict[str, str]:
+    """Settings that are the same for every source become one line, "node:*"."""
+    kinds: dict[str, dict[str, str]] = {}
     for key, value in lines.items():
-        if key.startswith(first):
-            rest = key.removeprefix(first)
-            if all(lines.get(f"{name}/{rest}") == value for name in names):
-                for name in names:
-                    del out[f"{name}/{rest}"]
-                out[f"*/{rest}"] = value
-    return out
+        kind, at, place = key.partition("@")
+        if at:
+            kinds.setdefault(kind, {})[place] = value
+    every = max((frozenset(found) for found in kinds.values()), key=len, default=frozenset())
+    same = {k for k, found in kinds.items() if len(every) > 1 and every == set(found) and len(set(found.values())) == 1}
+    out = {key: value for key, value in lines.items() if key.partition("@")[0] not in same or "@" not in key}
+    return out | {f"{kind}:*": next(iter(kinds[kind].values())) for kind in kinds if kind in same}
 
 
 def _bucketed(lines: dict[str, str]) -> dict[str, str]:
-    if len(lines) <= MOST_NAMED and sum(len(k) + len(v) for k, v in lines.items()) <= 8192:
+    if len(lines) <= MOST_NAMED and len(json.dumps(lines)) <= MOST_BYTES // 8:
         return lines
     buckets: dict[str, Any] = {}
     for key in sorted(lines):
@@ -105,13 +101,19 @@ def _bucketed(lines: dict[str, str]) -> dict[str, str]:
     return {bucket: digest.hexdigest() for bucket, digest in sorted(buckets.items())}
 
 
+def _setting(order: dict[str, str], key: str) -> "str | None":
+    return order.get(key) or order.get(f"{key.partition('@')[0]}:*" if "@" in key else key)
+
+
 def mismatches(state: State, graph: IndexedDataPipe) -> list[str]:
     """What of a saved state is not so in this graph, a line each."""
     order, sources = identity_of(graph)
     found = []
-    saved, here = _unstarred(state.order, state.sources), _unstarred(order, sources)
-    for key in sorted(saved.keys() | here.keys()):
-        a, b = saved.get(key), here.get(key)
+    singly = {key.partition("@")[0] for key in (*state.order, *order) if "@" in key}
+    for key in sorted(state.order.keys() | order.keys()):
+        if key.endswith(":*") and key[:-2] in singly:
+            continue  # one side says it source by source
+        a, b = _setting(state.order, key), _setting(order, key)
         if a != b:
             found.append(f"{key}: saved {a or 'not there'}, here {b or 'not there'}")
     paths = _paths(order_of(graph))
@@ -124,14 +126,6 @@ def mismatches(state: State, graph: IndexedDataPipe) -> list[str]:
         else:
             found.append(f"source {name!r}: other contents ({', '.join(paths.get(name, []))})")
     return found
-
-
-def _unstarred(order: dict[str, str], sources: dict[str, str]) -> dict[str, str]:
-    out = {}
-    for key, value in order.items():
-        for name in sources if key.startswith("*/") else [""]:
-            out[f"{name}{key[1:]}" if key.startswith("*/") else key] = value
-    return out
 
 
 def _paths(node: IndexedDataPipe) -> dict[str, list[str]]:
@@ -205,7 +199,7 @@ def parse_state(value: Any) -> State:
 
 
 def _parse_json(text: "str | bytes") -> Any:
-    if len(text) > MOST_BYTES:
+    if len(text) > 4 * MOST_BYTES:  # room for indentation; the compact form is held to MOST_BYTES
         raise StateError(f"the state has {len(text)} bytes; no state has more than {MOST_BYTES}")
 
     def no_duplicates(pairs: "list[tuple[str, Any]]") -> dict[str, Any]:

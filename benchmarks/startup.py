@@ -1,0 +1,236 @@
+"""How long a run takes to its first batch, and how much memory that costs, by the length of its epoch.
+
+What is isolated: everything between calling the constructors and holding the first batch: opening two token
+files, the graph (a shuffled 0.8/0.2 blend, rank 0 of 8, micro-batches of 4), the loader, the order of the
+first samples, mapping the files, the gather. Not in it: Python's and torch's start (imports.py) and loading
+the kernels, which happens once a process whatever the graph is; a tiny graph does it beforehand.
+
+The epochs have N samples of 8 tokens, N = 10^6 … 10^11. The files are sparse (truncated to their length, no
+block written), at most 1.6 TB together; a source is cut into several files where the file system does not take
+one so long. What tokens a file holds makes no difference to what is measured, and no disk is: a cold disk adds
+the reading of one batch's pages.
+
+    start            constructors → first batch
+    resume           constructors → load_state_dict of a state at 90 % of the epoch → first batch. Files are
+                     recognised by their content, so this reads 64 blocks of 4 KiB of each, once a process
+    …, known files   the same without that reading
+
+A fresh process for each N; the median of several starts in it, and by how much the process's peak of resident
+memory rose above what it was before the first of them.
+
+Who does not gain: a run that starts once a week does not feel the minute that an index of 10^8 samples takes
+elsewhere. It counts where processes start often: thousands of ranks, evaluation jobs, interactive work on the
+mixture, resumes after failures, and where the index would not fit beside the model.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from report import machine, table
+
+SEQUENCE_LENGTH = 8
+WEIGHTS = {"prose": 0.8, "code": 0.2}
+TARGET_MS, TARGET_MB = 10, 20
+WAYS = {"start": "start", "resume": "resume at 90 %", "known": "resume, known files"}
+
+
+# The files --------------------------------------------------------------------------------------------------
+
+
+def write_sparse(folder: Path, samples: int) -> dict[str, list[str]]:
+    """The files of each source, without one block of data: `samples` samples in all."""
+    paths: dict[str, list[str]] = {}
+    for name, share in WEIGHTS.items():
+        size = 2 * (round(samples * share) * SEQUENCE_LENGTH + 1)
+        for parts in (1, 2, 4, 8, 16, 64, 256):
+            paths[name] = [str(folder / f"{name}-{i}.bin") for i in range(parts)]
+            try:
+                whole = size // parts // 2 * 2
+                for i, path in enumerate(paths[name]):
+                    with Path(path).open("wb") as file:
+                        file.truncate(whole if i else size - whole * (parts - 1))
+                break
+            except OSError:  # longer than the file system takes
+                for path in paths[name]:
+                    Path(path).unlink(missing_ok=True)
+        else:
+            raise SystemExit(f"{folder}: no sparse file of {size:,} bytes in 256 parts; give another --folder")
+    return paths
+
+
+# In a process of its own ------------------------------------------------------------------------------------
+
+
+def loader_over(paths: dict[str, list[str]]) -> Any:
+    from tokenpipe.datapipes import TokenReader, Topology
+    from tokenpipe.reading_services import DataLoader2, InProcessReadingService
+
+    sources = [
+        TokenReader(files, dtype="uint16", name=name).slice_sequences(SEQUENCE_LENGTH).permute(seed=7)
+        for name, files in paths.items()
+    ]
+    graph = (
+        sources[0]
+        .blend(sources[1], weights=WEIGHTS)
+        .shard_ranks(Topology(dp_rank=0, dp_size=8), seed=7)
+        .batch_samples(4, global_batch_size=256)
+        .collate_causal_lm()
+    )
+    return DataLoader2(graph, reading_service=InProcessReadingService())
+
+
+def first_batch(paths: dict[str, list[str]], state: Any, known: bool) -> float:
+    """Seconds from the constructors to the first batch."""
+    gc.collect()
+    began = time.perf_counter()
+    loader = loader_over(paths)
+    if known:
+        aside = time.perf_counter()
+        loader.datapipe.fingerprint()
+        began += time.perf_counter() - aside
+    if state is not None:
+        loader.load_state_dict(state)
+    batch = next(iter(loader))
+    took = time.perf_counter() - began
+    assert batch["input_ids"].shape == (4, SEQUENCE_LENGTH)
+    loader.shutdown()
+    return took
+
+
+def memory(field: str) -> int:
+    """Bytes of a line of /proc/self/status; 0 where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
+
+
+def child(job: dict[str, Any]) -> dict[str, Any]:
+    """All starts over one set of files, in this process; what it measured."""
+    for ready in (None, job["tiny_state"]):
+        first_batch(job["tiny"], ready, known=ready is not None)
+    result: dict[str, Any] = {}
+    for way in WAYS:
+        state = None if way == "start" else job["state"]
+        gc.collect()
+        release_free_memory()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        except OSError:
+            pass
+        before = memory("VmRSS")
+        took = [first_batch(job["paths"], state, way == "known") for _ in range(job["repeats"])]
+        result[way] = {"ms": [t * 1e3 for t in took], "mb": (memory("VmHWM") - before) / 1e6}
+    return result
+
+
+def release_free_memory() -> None:
+    """Gives back what malloc keeps, so that a rise is not hidden in it."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        pass
+
+
+# Here -------------------------------------------------------------------------------------------------------
+
+
+def state_at(paths: dict[str, list[str]], samples: int) -> Any:
+    loader = loader_over(paths)
+    return loader.state_dict(step=samples // 256)
+
+
+def measure(folder: Path, samples: int, repeats: int) -> tuple[dict[str, Any], int]:
+    """(what a fresh process measured, how many files)."""
+    folder.mkdir()
+    paths = write_sparse(folder, samples)
+    tiny = folder / "tiny"
+    tiny.mkdir()
+    tiny_paths = write_sparse(tiny, 10_000)
+    job = {
+        "paths": paths,
+        "state": state_at(paths, samples * 9 // 10),
+        "tiny": tiny_paths,
+        "tiny_state": state_at(tiny_paths, 9_000),
+        "repeats": repeats,
+    }
+    command = [sys.executable, str(Path(__file__).resolve()), "--child"]
+    done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the process for N = {samples:,} failed:\n{done.stderr}")
+    return json.loads(done.stdout), sum(len(files) for files in paths.values())
+
+
+def report(results: dict[int, dict[str, Any]]) -> str:
+    head = ["N", *(f"{label}, {unit}" for label in WAYS.values() for unit in ("ms", "worst", "MB"))]
+    rows = []
+    for exponent, result in results.items():
+        cells = []
+        for way in WAYS:
+            ms = result[way]["ms"]
+            cells += [f"{statistics.median(ms):.1f}", f"{max(ms):.1f}", f"{result[way]['mb']:.1f}"]
+        rows.append([f"10^{exponent}", *cells])
+    rows.append(["target", *["< 10", "", "< 20"] * len(WAYS)])
+    rows.append(["reached", *verdicts(results)])
+    return table(head, rows)
+
+
+def verdicts(results: dict[int, dict[str, Any]]) -> Sequence[str]:
+    cells = []
+    for way in WAYS:
+        ms = [statistics.median(result[way]["ms"]) for result in results.values()]
+        mb = [result[way]["mb"] for result in results.values()]
+        cells += [
+            "yes" if max(ms) < TARGET_MS else "no",
+            f"last/first {ms[-1] / ms[0]:.2f}",
+            "yes" if max(mb) < TARGET_MB else "no",
+        ]
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time and memory to a run's first batch, by samples an epoch.")
+    parser.add_argument(
+        "--exponents",
+        type=int,
+        nargs="+",
+        default=[6, 7, 8, 9, 10, 11],
+        metavar="E",
+        help="epochs of 10^E samples (default: %(default)s)",
+    )
+    parser.add_argument("--repeats", type=int, default=15, help="starts in each process (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="where the sparse files go (default: the temporary folder)")
+    parser.add_argument("--quick", action="store_true", help="10^6 and 10^9 only, few repeats: a smoke test")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(json.load(sys.stdin))))
+        return
+    if options.quick:
+        options.exponents, options.repeats = [6, 9], 3
+    if options.repeats < 1 or not all(5 <= e <= 12 for e in options.exponents):
+        parser.error("--repeats must be at least 1, --exponents within 5 … 12")
+    print(f"## First batch of N samples of {SEQUENCE_LENGTH} tokens an epoch\n")
+    print(machine("torch", "numpy", "numba"))
+    results, files = {}, 0
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for exponent in options.exponents:
+            results[exponent], files = measure(Path(folder) / str(exponent), 10**exponent, options.repeats)
+    size = 2 * SEQUENCE_LENGTH * 10 ** options.exponents[-1]
+    print(f"\nThe last N: {files} sparse files, {size:,} bytes. Medians of {options.repeats} starts; MB: peak of all.\n")
+    print(report(results))
+
+
+if __name__ == "__main__":
+    main()
