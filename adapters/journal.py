@@ -27,21 +27,11 @@ class ApplyJournal(Adapter):
         if not isinstance(datapipe, IndexedDataPipe):
             raise ArgumentTypeError(f"a stream ({type(datapipe).__name__}) has no journal")
         graph = datapipe
-        changes: dict[str, list[WeightChange]] = {}
-        for entry in self.journal.weights:
-            path = path_to_blend(graph, entry.blend)
+        paths = {name: path_to_blend(graph, name) for name in {entry.blend for entry in self.journal.weights}}
+        for name, path in sorted(paths.items(), key=lambda item: len(item[1])):  # outer blends first
             if not path:
-                raise JournalError(f"the journal changes the weights of blend {entry.blend!r}, which the graph lacks")
-            blend = path[-1][0]
-            if not isinstance(blend, Blender) or len(blend.sources) != len(entry.weights):
-                raise JournalError(f"the journal has {len(entry.weights)} weights for blend {entry.blend!r}")
-            number = entry.sample  # in the run; then in each node further down
-            for node, index in path[:-1]:
-                if not node.trunk:
-                    number = node.source_bound(index, number)
-            change = WeightChange(min(number, MAX_NUMBER - 1), entry.weights)
-            changes.setdefault(entry.blend, []).append(change)
-            graph = rewritten(graph, {id(blend): blend.with_changes(changes[entry.blend])})
+                raise JournalError(f"the journal changes the weights of blend {name!r}, which the graph lacks")
+            graph = self._changed(graph, name)
         if self.journal.breakpoints is not None:
             node = graph
             while node.trunk and not isinstance(node, SampleBatcher):
@@ -50,3 +40,22 @@ class ApplyJournal(Adapter):
                 table = StepTable(self.journal.breakpoints, node.unit)
                 graph = rewritten(graph, {id(node): node.with_steps(table)})
         return graph
+
+    def _changed(self, graph: IndexedDataPipe, name: str) -> IndexedDataPipe:
+        *above, (blend, _) = path_to_blend(graph, name)
+        assert isinstance(blend, Blender)
+        while above and above[0][0].trunk:
+            del above[0]  # the run's own skips and limits renumber nothing
+        changes = []
+        for entry in self.journal.weights:
+            if entry.blend != name:
+                continue
+            if len(blend.sources) != len(entry.weights):
+                raise JournalError(
+                    f"the journal has {len(entry.weights)} weights for blend {name!r} of {len(blend.sources)} sources"
+                )
+            number = entry.sample  # in the run, then in each node further down
+            for node, index in above:
+                number = node.source_bound(index, number)
+            changes.append(WeightChange(min(number, MAX_NUMBER - 1), entry.weights))
+        return rewritten(graph, {id(blend): blend.with_changes(changes)})

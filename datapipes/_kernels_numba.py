@@ -173,7 +173,7 @@ def _muldiv_ceil(x, n, phi, w):
     if n <= _NARROW:
         t = np.uint64(x) * np.uint64(n) - np.uint64(phi) + np.uint64(w - 1)
         return np.int64(t // np.uint64(w))
-    q = np.int64(np.float64(x) * (np.float64(n) / np.float64(w)))
+    q = np.int64((np.float64(x) * np.float64(n) - np.float64(phi)) / np.float64(w))
     r = np.int64(np.uint64(x) * np.uint64(n) - np.uint64(phi) - np.uint64(q) * np.uint64(w))
     while r <= -w:
         q -= 1

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._torch import functional_datapipe
-from .core import ROUTE_AHEAD, IndexedDataPipe, Int64s, as_count
+from .core import ROUTE_AHEAD, IndexedDataPipe, Int64s, Unpickled, as_count
 from .errors import BatchSizeError, ConfigurationError
 from .gather import plan_of, stacked
 from .steps import StepTable, as_schedule
@@ -75,11 +75,14 @@ class SampleBatcher(IndexedDataPipe):
             )
 
     def with_steps(self, steps: StepTable) -> "SampleBatcher":
-        """The same batches counted by another table of steps (a run's breakpoints)."""
+        """The same batches counted by another table of steps (a run's breakpoints).
+
+        Whether its sizes divide is checked when a resume skip says from where on they matter.
+        """
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__)
-        copy._steps = steps
-        return copy.with_children(*self.children)
+        copy._steps, copy._plan = steps, Unpickled()
+        return copy
 
     def _order(self) -> IndexedDataPipe:
         """The node whose numbers are the run's samples: the sharder's child, or ours."""

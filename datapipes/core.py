@@ -11,6 +11,7 @@ Nodes that only re-order say which of their children's numbers each of theirs is
 """
 
 import functools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,10 +50,11 @@ def as_count(name: str, value: Any, minimum: int = 1) -> int:
 
 def as_numbers(numbers: Any) -> Int64s:
     """Numbers as a contiguous int64 array (n,). Raises ArgumentTypeError, OutOfRangeError."""
+    given = numbers
     if not isinstance(numbers, np.ndarray):
-        numbers = list(numbers) if isinstance(numbers, Iterable) else [numbers]
+        numbers = list(numbers) if isinstance(numbers, Iterable) else [None]
         if any(isinstance(n, (bool, np.bool_)) or not isinstance(n, (int, np.integer)) for n in numbers):
-            raise ArgumentTypeError(f"numbers must be a list or array of integers, got {numbers!r:.80}")
+            raise ArgumentTypeError(f"numbers must be a list or array of integers, got {given!r:.80}")
         if any(not -MAX_NUMBER <= n < MAX_NUMBER for n in numbers):
             raise OutOfRangeError(f"numbers go up to 2**63 - 2, got {max(numbers, key=abs)}")
         return np.array([int(n) for n in numbers], np.int64)
@@ -64,10 +66,19 @@ def as_numbers(numbers: Any) -> Int64s:
 
 
 class Unpickled:
-    """A box for what must stay in this process (maps, plans, handles): pickled, it arrives empty."""
+    """A box for what must stay in this process (maps, plans, locks): pickled or forked, it arrives empty."""
 
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
+    def __init__(self) -> None:
+        self._value: Any = None
+        self._pid = 0
+
+    @property
+    def value(self) -> Any:
+        return self._value if self._pid == os.getpid() else None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._value, self._pid = value, os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), ())

@@ -126,11 +126,19 @@ def contents(graph: IndexedDataPipe, step: int) -> "list[ContentsRecord]":
 def _windows(node: IndexedDataPipe, numbers: Int64s) -> tuple[IndexedDataPipe, Int64s]:
     """Through maps below a blend, down to the windows of tokens."""
     while not hasattr(node, "starts"):
-        if len(node.children) != 1:
-            raise ConfigurationError(f"{type(node).__name__}: its items do not come from one place in one token file")
+        _check_origin(node)
         numbers = node.route(numbers)[1]
         node = node.datapipe
     return node, numbers
+
+
+def _check_origin(node: IndexedDataPipe) -> None:
+    if len(node.children) != 1:
+        raise ConfigurationError(f"{type(node).__name__}: its items do not come from one place in one token file")
+    if node.steps is not None or node.topology is not None:
+        raise ConfigurationError(
+            f"{type(node).__name__}: an order of whole batches has no rows to name; ask each of the graphs below"
+        )
 
 
 def when(graph: IndexedDataPipe, source: str, token: int, steps: range) -> "list[WhenRecord]":
@@ -165,8 +173,8 @@ def _find(node: IndexedDataPipe, source: str, token: int, hi: int, names: "list[
                 raise OutOfRangeError(f"source {source!r} has {tokens} tokens, token {token} is not one of them")
             yield node.numbers_at(token, hi)
         return
-    if makes_items(node) and len(node.children) > 1:
-        raise ConfigurationError(f"{type(node).__name__}: its items do not come from one place in one token file")
+    if makes_items(node):
+        _check_origin(node)
     for index, child in enumerate(node.children):
         for numbers in _find(child, source, token, node.source_bound(index, hi), names):
             yield node.places(index, numbers)[1]

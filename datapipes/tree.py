@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 __all__ = ["render_tree"]
 
 LONGEST = 64  # characters of settings shown
+MOST_CHILDREN = 20  # branches shown of one node, and the last
 
 
 def render_tree(graph: "IndexedDataPipe") -> str:
@@ -24,6 +25,10 @@ def _render(node: "IndexedDataPipe", first: str, rest: str, label: str, lines: "
     last = len(node.children) - 1
     shares = getattr(node, "share", None)
     for i, child in enumerate(node.children):
+        if MOST_CHILDREN <= i < last:
+            if i == MOST_CHILDREN:
+                lines.append((f"{rest}├─ … {last - i:,} more", ""))
+            continue
         what = f"{child.name} {shares(i):.2%}: " if shares else ""
         if len(node.children) == 1 and not shares:
             # a chain goes straight down: only forks indent

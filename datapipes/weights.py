@@ -147,7 +147,7 @@ def as_shares(names: Sequence[str], weights: Any, what: str = "weights") -> list
 
 def tempered(shares: Sequence[float], temperature: "float | None") -> list[float]:
     """share ** (1 / temperature): 1 changes nothing, above 1 evens out, below 1 sharpens."""
-    if temperature is None or temperature == 1:
+    if temperature is None:
         return list(shares)
     if (
         isinstance(temperature, bool)

@@ -209,7 +209,8 @@ class DataLoader2:
 
         Raises ValueError unless 0 ≤ seed < 2**64. The nodes of indexed graphs have seeds of their own.
         """
-        generator = SeedGenerator(seed)
+        generator = SeedGenerator(0)
+        generator.seed(seed)  # None is no seed here
         if self._run is not None and getattr(self.reading_service, "reset_fn", None) is None:
             warnings.warn(
                 "seed() reaches the random nodes of streams, and this graph has none: indexed nodes take their "

@@ -1,5 +1,6 @@
 """The service that runs a graph in the main process, with a thread that reads ahead if asked for."""
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from ..datapipes._torch import DataPipe, apply_sharding
 from ..datapipes.combine import Mapper
 from ..datapipes.core import IndexedDataPipe, as_count
-from ..datapipes.errors import ConfigurationError
+from ..datapipes.errors import ArgumentTypeError, ConfigurationError
 from .interface import ReadingServiceInterface, WorkerInfo, items_of
 from .seeds import SeedGenerator, set_graph_random_seed
 
@@ -54,13 +55,12 @@ class ReadAhead:
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the thread; what it made is dropped."""
+        """Ends the thread; what it made is dropped. Does not wait for an item that is stuck."""
         self._stopped.set()
-        while self._thread.is_alive():
-            try:
-                self._queue.get_nowait()  # makes room: the thread then sees that it is stopped
-            except queue.Empty:
-                self._thread.join(0.01)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()  # makes room: the thread then puts its item and sees that it is stopped
+        self._thread.join(1.0)
 
 
 class InProcessReadingService(ReadingServiceInterface):
@@ -80,6 +80,9 @@ class InProcessReadingService(ReadingServiceInterface):
         reset_fn: "Callable[[DataPipe, WorkerInfo, SeedGenerator], DataPipe] | None" = None,
     ) -> None:
         self.prefetch_cnt = as_count("prefetch_cnt", prefetch_cnt, 0)
+        for name, function in (("init_fn", init_fn), ("reset_fn", reset_fn)):
+            if function is not None and not callable(function):
+                raise ArgumentTypeError(f"{name} must be a function, got {function!r}")
         self.init_fn, self.reset_fn = init_fn, reset_fn
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:

@@ -148,14 +148,14 @@ def check_same_order(state: State, graph: IndexedDataPipe) -> None:
 
 def parse_state(value: Any) -> State:
     """A state from a dict, or from JSON as str or bytes. Raises StateError for anything else."""
-    if isinstance(value, (str, bytes)):
+    if type(value) in (str, bytes):
         value = _parse_json(value)
     _check_plain(value, [20_000], 0)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise StateError(f"not a tokenpipe state: its format is not {FORMAT!r}")
     if value.get("version") != VERSION:
         raise StateError(
-            f"state version {value.get('version')!r}; this tokenpipe reads version {VERSION}: was it saved by a "
+            f"state version {value.get('version')!r:.40}; this tokenpipe reads version {VERSION}: was it saved by a "
             "later one?"
         )
     if size_of(value) > MOST_BYTES:
@@ -250,7 +250,7 @@ def _number(name: str, value: Any) -> int:
 def _keys(name: str, value: dict[str, Any], expected: set[str]) -> None:
     if value.keys() != expected:
         unknown, missing = sorted(value.keys() - expected), sorted(expected - value.keys())
-        raise StateError(f"{name}: unknown fields {unknown[:8]}, missing fields {missing[:8]}")
+        raise StateError(f"{name}: unknown fields {unknown[:8]!r:.200}, missing fields {missing[:8]}")
 
 
 def _rows(name: str, value: Any, types: tuple[type, ...]) -> list[Any]:

@@ -645,17 +645,17 @@ def test_all_ranks_together_repeat_nothing_when_the_weights_change_at_every_step
     loaders = [DataLoader2(run_of(token_file, Topology(r, 4), 2, weights=[1, 2, 3])) for r in range(4)]
     running = [iter(loader) for loader in loaders]
     steps = []
-    for _ in range(60):
+    for _ in range(30):
         batches = [next(items) for items in running]
         steps.append(sorted(s for batch in batches for s in batch["source_ids"].tolist()))
         new = [chance.random() for _ in range(3)]
         for loader in loaders:
             loader.update_weights(new)
-    records = [record for step in range(60) for record in loaders[0].contents(step)]
+    records = [record for step in range(30) for record in loaders[0].contents(step)]
     for record in sorted(records, key=lambda record: record.sample_number):
         delivered.places["abc".index(record.source)].append(record.token // SEQUENCE)
     delivered.assert_nothing_repeated_or_lost()
-    assert steps == [sorted("abc".index(r.source) for r in loaders[0].contents(step)) for step in range(60)]
+    assert steps == [sorted("abc".index(r.source) for r in loaders[0].contents(step)) for step in range(30)]
     assert len({str(loader.state_dict()) for loader in loaders}) == 1
 
 
@@ -666,14 +666,14 @@ def test_an_inner_blends_weights_can_change_and_nothing_repeats(token_file):
     chance = random.Random(5)
     with DataLoader2(graph) as loader:
         items = iter(loader)
-        for k in range(40):
+        for k in range(20):
             next(items), next(items)
             if k % 3 == 0:
                 loader.update_weights({"a": chance.random() + 0.01, "b": chance.random() + 0.01})
             elif k % 3 == 1:
                 loader.update_weights({"ab": chance.random() + 0.01, "c": chance.random() + 0.01})
         delivered = Delivered()
-        for step in range(60):
+        for step in range(30):
             for record in loader.contents(step):
                 delivered.places["abc".index(record.source)].append(record.token // SEQUENCE)
     delivered.assert_nothing_repeated_or_lost()

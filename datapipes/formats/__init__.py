@@ -8,7 +8,7 @@ before anything is mapped. Raw comes last: it has no mark, so its dtype must com
 import os
 from pathlib import Path
 
-from ..errors import ConfigurationError, TokenFileError
+from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError
 from . import npy, own, raw
 from .layout import DTYPES, TokenLayout, as_dtype
 
@@ -23,6 +23,8 @@ def read_layout(path: "str | os.PathLike[str]", dtype: object = None) -> TokenLa
     Raises TokenFileError for a file that is missing, empty, cut, or not what its header says;
     ConfigurationError for a dtype that is missing, unknown, or not the file's.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentTypeError(f"a path must be a str or PathLike, got {path!r}")
     text = os.fspath(path)
     if "://" in text and not text.startswith("file://"):
         raise TokenFileError(f"{text}: only local files can be read so far; copy it to a local disk first")

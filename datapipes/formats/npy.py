@@ -20,7 +20,7 @@ def layout(path: str, head: bytes, size: int, dtype: "np.dtype | None") -> Token
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         shape, _, stored = read[version](file, max_header_size=len(head))
-    except (ValueError, KeyError, EOFError) as error:
+    except Exception as error:  # a hostile header makes NumPy's parser raise almost anything
         # A 1-D integer array's header is 128 bytes: what does not fit in `head` is something else.
         raise TokenFileError(
             f"{path}: not a .npy file of tokens (a 1-D integer array, version 1 or 2): {error}"

@@ -45,7 +45,8 @@ _CODES = {1: "uint8", 2: "uint16", 3: "uint32", 4: "int32", 5: "int64"}
 
 
 def recognises(head: bytes) -> bool:
-    return head.startswith(MAGIC)
+    """Also where the magic itself is damaged: the header's CRC still knows it."""
+    return head.startswith(MAGIC) or zlib.crc32(MAGIC + head[8:252]) == int.from_bytes(head[252:256], "little")
 
 
 def layout(path: str, head: bytes, size: int, dtype: "np.dtype | None") -> TokenLayout:
@@ -144,7 +145,9 @@ class TokenFileWriter:
             raise ConfigurationError(f"{self.path}: the writer is closed; a token file is written in one go")
         if not isinstance(document, np.ndarray):
             given = list(document) if isinstance(document, Iterable) else None
-            if given is None or not all(isinstance(n, (int, np.integer)) for n in given):
+            if given is None or not all(
+                isinstance(n, (int, np.integer)) and n is not True and n is not False for n in given
+            ):
                 raise ArgumentTypeError(f"a document is a list or 1-D array of integers, got {document!r:.80}")
             ids = np.array(given)
             if ids.dtype.kind not in "iu":  # beyond 64 bits: named below as the ids that do not fit

@@ -40,8 +40,8 @@ def _look_at(path: str, dtype: np.dtype) -> None:
     if tokens.size < 64:
         return
     odd = tokens[1::2]
-    if dtype.itemsize < 4 and not odd.any() and tokens[::2].any():
-        wider = {1: "uint16", 2: "uint32"}[dtype.itemsize]
+    if dtype.itemsize < 8 and not odd.any() and tokens[::2].any():
+        wider = {1: "uint16", 2: "uint32", 4: "int64"}[dtype.itemsize]
         warnings.warn(
             f"{path}: every second {dtype.name} token of the first {tokens.size} is 0, as if the file held {wider}",
             TokenFileWarning,

@@ -1,0 +1,54 @@
+"""The benchmarks run and print their tables; what the figures are is no matter here."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+ROWS = {
+    "throughput": [
+        "bare gather",
+        "tokenpipe",
+        "tokenpipe, thread (prefetch_cnt=2)",
+        "Nanoset, memmap kept open",
+        "StatefulDataLoader over that",
+        "Nanoset as published",
+        "DataLoader(graph), 2 workers (a remark)",
+    ],
+    "startup": ["10^6", "10^9", "target: < 10 ms, < 20 MB", "flat: the last N over the first"],
+    "imports": ["import torch", "import torch and tokenpipe", "**tokenpipe over torch**"],
+}
+
+
+def run(name: str, *options: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def first_cells(text: str) -> list[str]:
+    return [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_a_benchmark_prints_its_table_after_the_machine_it_ran_on(name):
+    text = run(name, "--quick")
+    assert "Python 3." in text and "torch 2." in text and "numba 0." in text
+    assert set(ROWS[name]) <= set(first_cells(text))
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_a_benchmark_explains_its_options(name):
+    assert "--quick" in run(name, "--help")
+
+
+def test_every_benchmark_is_run_here_and_says_what_it_isolates_and_who_does_not_gain():
+    scripts = {path.stem: path for path in BENCHMARKS.glob("*.py") if path.stem != "report"}
+    assert scripts.keys() == ROWS.keys()
+    for path in scripts.values():
+        text = path.read_text()
+        assert "What is isolated:" in text and "Who does not gain:" in text, path

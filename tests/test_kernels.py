@@ -1,0 +1,254 @@
+"""The compiled kernels and the NumPy ones give the same bits."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenpipe.datapipes import MAX_NUMBER, _kernels_numpy, kernels
+from tokenpipe.datapipes.blend import WeightChange, _arrays
+from tokenpipe.datapipes.weights import WeightTree
+
+LAST = MAX_NUMBER - 1
+I64 = np.int64
+
+
+def both(name):
+    """(the compiled kernel, the NumPy one)"""
+    function, compiled = kernels.kernel(name)
+    if not compiled:
+        pytest.skip("the compiled kernels do not run here")
+    return function, getattr(_kernels_numpy, name)
+
+
+anywhere = st.one_of(st.integers(0, 2000), st.integers(0, LAST))
+many = st.lists(anywhere, max_size=30)
+
+
+# permute ----------------------------------------------------------------------------------------------------
+
+
+@given(
+    numbers=many,
+    length=st.one_of(st.integers(1, 300), st.integers(1, MAX_NUMBER)),
+    block=st.one_of(st.integers(1, 300), st.integers(1, MAX_NUMBER)),
+    end=st.one_of(st.just(MAX_NUMBER), anywhere.map(lambda n: n + 1)),
+    key=st.integers(0, 2**64 - 1),
+    by_block=st.booleans(),
+    inverse=st.booleans(),
+)
+def test_both_permute_alike(numbers, length, block, end, key, by_block, inverse):
+    asked = np.array([n % end for n in numbers], I64)
+    outs = [np.empty(asked.size, I64) for _ in range(2)]
+    for kernel, out in zip(both("permute"), outs, strict=True):
+        kernel(asked, out, length, min(block, length), end, np.uint64(key), by_block, inverse)
+    assert outs[0].tolist() == outs[1].tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 63, 64, 65, 2**31, 2**32 - 1, 2**32, 2**53 + 1, 2**62, 2**62 + 1, LAST])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_both_permute_alike_at_the_edges_of_the_domains(size, inverse):
+    near = [0, 1, size - 1, size, size + 1, 2**32, 2**62, LAST]
+    asked = np.array([n for n in near if 0 <= n <= LAST], I64)
+    outs = [np.empty(asked.size, I64) for _ in range(2)]
+    for kernel, out in zip(both("permute"), outs, strict=True):
+        kernel(asked, out, size, size, MAX_NUMBER, np.uint64(2**64 - 1), False, inverse)
+    assert outs[0].tolist() == outs[1].tolist()
+
+
+# blend ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def phases(draw):
+    """One to four phases over the same sources, as the arrays that the kernels take."""
+    n = draw(st.integers(1, 6))
+    top = draw(st.sampled_from([3, 1000, 2**32, 2**49]))
+    one = st.lists(st.one_of(st.just(0), st.integers(1, top)), min_size=n, max_size=n).filter(any)
+    changes = [WeightChange(0, tuple(draw(one)))]
+    for gap in draw(st.lists(st.one_of(st.integers(1, 50), st.integers(1, 2**60)), max_size=3)):
+        changes.append(WeightChange(changes[-1].number + gap, tuple(draw(one))))
+    trees = [WeightTree(change.weights) for change in changes]
+    offsets = [[0] * n]
+    for tree, a, b in zip(trees, changes, changes[1:], strict=False):
+        offsets.append([x + y for x, y in zip(offsets[-1], tree.counts(b.number - a.number), strict=True)])
+    return _arrays([change.number for change in changes], trees, offsets, MAX_NUMBER, None)
+
+
+@given(p=phases(), numbers=many)
+def test_both_route_a_blend_alike(p, numbers):
+    near = [int(f) + d for f in p.first for d in (-1, 0, 1)]
+    asked = np.array([*numbers, *(n for n in near if 0 <= n <= LAST)], I64)
+    found = []
+    for kernel in both("blend_route"):
+        source, number = np.full(asked.size, -7, I64), np.full(asked.size, -7, I64)
+        kernel(asked, source, number, p.first, p.root, p.offset, p.left, p.right, p.weight, p.total)
+        found.append((source.tolist(), number.tolist()))
+    assert found[0] == found[1]
+
+
+@given(p=phases(), numbers=many, end=st.one_of(st.just(MAX_NUMBER), anywhere.map(lambda n: n + 1)), data=st.data())
+def test_both_unroute_a_blend_alike(p, numbers, end, data):
+    source = data.draw(st.integers(0, p.offset.shape[1] - 1))
+    near = [int(o) + d for o in p.offset[:, source] for d in (-1, 0, 1)]
+    asked = np.array([*numbers, *(n for n in near if 0 <= n <= LAST)], I64)
+    found = []
+    for kernel in both("blend_unroute"):
+        out = np.full(asked.size, -7, I64)
+        kernel(source, asked, out, p.first, p.offset, p.leaf, p.parent, p.left, p.weight, p.total, end)
+        found.append(out.tolist())
+    assert found[0] == found[1]
+    assert all(-1 <= place < end for place in found[0])
+
+
+# gather -----------------------------------------------------------------------------------------------------
+
+DTYPES = [np.dtype(name) for name in ("<u1", "<u2", "<u4", "<i4", "<i8")]
+CODES = {"<u1": 1, "|u1": 1, "<u2": 2, "<u4": 4, "<i4": -4, "<i8": 8}
+
+
+def files_of(sizes, dtypes):
+    chance = np.random.default_rng(5)
+    return [
+        chance.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, size, dtype, endpoint=True)
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    ]
+
+
+def gathered(files, starts, width, missing=()):
+    """What both kernels return and write, of files laid end to end."""
+    first = np.cumsum([0, *(file.size for file in files)], dtype=I64)
+    code = np.array([CODES[file.dtype.str] for file in files], I64)
+    address = np.array([0 if f in missing else file.ctypes.data for f, file in enumerate(files)], np.uint64)
+    arrays = [None if f in missing else file for f, file in enumerate(files)]
+    compiled, plain = both("gather")
+    found = []
+    for kernel, arguments in ((compiled, (first, address, code)), (plain, (first, arrays))):
+        out = np.full((starts.size, width + 3), -99, I64)
+        found.append((int(kernel(starts, width, out, 2, *arguments)), out))
+    return found
+
+
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    dtypes=st.lists(st.sampled_from(DTYPES), min_size=8, max_size=8),
+    width=st.integers(1, 30),
+    places=st.lists(st.integers(0, 10**6), max_size=12),
+    padded=st.lists(st.booleans(), min_size=12, max_size=12),
+)
+def test_both_gather_alike_across_files_of_all_dtypes(sizes, dtypes, width, places, padded):
+    total = sum(sizes)
+    width = min(width, total)
+    starts = [-1 - place if pad else place % (total - width + 1) for place, pad in zip(places, padded, strict=False)]
+    files = files_of(sizes, dtypes[: len(sizes)])
+    (compiled, out), (plain, same) = gathered(files, np.array(starts, I64), width)
+    assert compiled == plain == -1
+    assert out.tolist() == same.tolist()
+    tokens = [token for file in files for token in file.tolist()]
+    for row, start in zip(out.tolist(), starts, strict=True):
+        assert row[2 : 2 + width] == ([0] * width if start < 0 else tokens[start : start + width])
+        assert row[:2] + row[2 + width :] == [-99] * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_extreme_ids_of_each_dtype_come_out_as_they_are(dtype):
+    ends = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max, 0, 1], dtype)
+    for result, out in gathered([ends, ends], np.array([0, 4], I64), 4):
+        assert result == -1
+        assert out[:, 2:6].tolist() == [ends.tolist()] * 2
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=2, max_size=6),
+    gaps=st.sets(st.integers(0, 5), min_size=1),
+    places=st.lists(st.integers(0, 100), min_size=1, max_size=5),
+)
+def test_both_name_the_same_file_that_is_not_mapped_yet(sizes, gaps, places):
+    total, width = sum(sizes), min(4, sum(sizes))
+    files = files_of(sizes, [DTYPES[1]] * len(sizes))
+    starts = np.array([place % (total - width + 1) for place in places], I64)
+    (compiled, out), (plain, same) = gathered(files, starts, width, missing=gaps)
+    assert compiled == plain
+    if compiled >= 0:
+        assert compiled in gaps
+    else:
+        assert out.tolist() == same.tolist()
+
+
+# Nanoset ----------------------------------------------------------------------------------------------------
+
+
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=7),
+    weights=st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.1, 0.5, 0.25])), min_size=7, max_size=7),
+)
+def test_both_count_nanosets_choices_alike(sizes, weights):
+    shares = np.array(weights[: len(sizes)])
+    shares = shares / shares.sum() if shares.sum() > 0 else np.full(len(sizes), 1 / len(sizes))
+    found = []
+    for kernel in both("nanoset_counts"):
+        source, count = np.full(sum(sizes), -7, I64), np.full(sum(sizes), -7, I64)
+        kernel(shares, np.array(sizes, I64), source, count)
+        found.append((source.tolist(), count.tolist()))
+    assert found[0] == found[1]
+
+
+# The whole graph --------------------------------------------------------------------------------------------
+
+WHOLE_GRAPH = """
+import hashlib, sys
+from tokenpipe.datapipes import TokenReader, Topology, kernels
+from tokenpipe.reading_services import DataLoader2
+
+def source(name, tokens, **options):
+    unit = {"unit": options.pop("unit")} if "unit" in options else {}
+    return TokenReader(sys.argv[1].split(";"), dtype="uint16", name=name).slice_sequences(8, **unit).permute(3, **options)
+
+names = [source("a", 0), source("b", 0, window=11), source("c", 0, unit=24)]
+graph = names[0].blend(*names[1:], weights=[5, 3, 1], max_epochs={"b": 0.7}, on_exhausted="renormalise")
+graph = graph.shard_ranks(Topology(1, 3), seed=7).batch_samples(2, global_batch_size=[(0, 6), (9, 12)])
+graph = graph.collate_causal_lm(source_ids=True, sample_numbers=True)
+digest = hashlib.sha256()
+with DataLoader2(graph) as loader:
+    for k, batch in zip(range(120), loader):
+        if k in (20, 60):
+            loader.update_weights([1, 2 if k == 20 else 0, 4])
+        for key in sorted(batch):
+            digest.update(batch[key].contiguous().numpy().tobytes())
+    for step in (0, 10, 30):
+        digest.update(repr(loader.contents(step)).encode())
+    digest.update(repr(loader.when("c", 100, range(0, 60))).encode())
+    digest.update(repr(loader.state_dict()).encode())
+exact = names[0].blend(*names[1:])
+digest.update(exact.fetch([0, 5, 2**40, 2**62 + 1, 2**63 - 2]).tobytes())
+old = TokenReader(sys.argv[1].split(";"), dtype="uint16", name="d").slice_sequences(8)
+digest.update(old.order_nanoset(names[0].datapipe, num_samples=500, weights=[0.3, 0.7]).fetch(range(500)).tobytes())
+print(digest.hexdigest(), kernels.kernel("permute")[1], kernels.kernel("gather")[1])
+"""
+
+
+def test_a_whole_graph_is_the_same_with_the_numpy_kernels(token_file):
+    paths = ";".join([token_file("x.bin", 901), token_file("y.bin", 333, 11), token_file("z.bin", 7, 5)])
+
+    def run(choice):
+        environment = {**os.environ, "TOKENPIPE_KERNELS": choice}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", WHOLE_GRAPH, paths],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    plain, *with_numpy = run("numpy")
+    compiled, *with_numba = run("numba")
+    assert with_numpy == ["False", "False"]
+    if with_numba != ["True", "True"]:
+        pytest.skip("the compiled kernels do not run here")
+    assert plain == compiled
