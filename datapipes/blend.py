@@ -11,7 +11,7 @@ from ._torch import functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s
 from .errors import ArgumentTypeError, ConfigurationError, SourceExhaustedError, WeightsError
 from .kernels import kernel
-from .weights import LARGEST_TOTAL, WeightTree, as_shares, quantise, tempered
+from .weights import LARGEST_TOTAL, WeightTree, as_shares, quantise, tempered, weight_tree
 
 __all__ = ["Blender", "WeightChange"]
 
@@ -168,7 +168,7 @@ class Blender(IndexedDataPipe):
     @cached_property
     def phases(self) -> _Phases:
         first: list[int] = [0]
-        trees: list[WeightTree] = [WeightTree(self.weights)]
+        trees: list[WeightTree] = [weight_tree(self.weights)]
         offsets: list[list[int]] = [[0] * len(self.sources)]
         pending = list(self.changes)
         end, exhausted = MAX_NUMBER, None
@@ -201,7 +201,7 @@ class Blender(IndexedDataPipe):
             if at == start:
                 del first[-1], trees[-1], offsets[-1]
             first.append(at)
-            trees.append(WeightTree(weights))
+            trees.append(weight_tree(weights))
             offsets.append(counts)
         return _arrays(first, trees, offsets, end, exhausted)
 

@@ -12,7 +12,7 @@ from .gather import Routes, makes_items
 from .shard import RankSharder
 from .steps import StepTable
 
-__all__ = ["ContentsRecord", "WhenRecord", "contents", "steps_of", "when"]
+__all__ = ["ContentsRecord", "WhenRecord", "contents", "steps_of", "tokens", "when"]
 
 
 class ContentsRecord(NamedTuple):
@@ -64,6 +64,14 @@ class _View:
             # a limit above the batcher, or an incomplete last step that is dropped
             self.bound = min(self.bound, self.first + graph.end * self.steps.unit)
 
+    def samples_of(self, step: int) -> Int64s:
+        """The sample numbers of a step. Raises OutOfRangeError beyond the run's end."""
+        step = as_count("step", step, 0)
+        start, stop = self.steps.start(step), min(self.steps.start(step + 1), self.bound)
+        if start >= stop:
+            raise OutOfRangeError(f"step {step} would begin at sample {start}; the run ends at sample {self.bound}")
+        return np.arange(start, stop, dtype=np.int64)
+
     def dealt(self, samples: Int64s) -> "tuple[list[int], ...]":
         """(n,) sample numbers → steps, ranks, micro-batches, rows."""
         steps = [self.steps.step_of(sample) for sample in samples.tolist()]
@@ -98,12 +106,8 @@ def contents(graph: IndexedDataPipe, step: int) -> "list[ContentsRecord]":
 
     Raises OutOfRangeError for a step beyond the run's end.
     """
-    step = as_count("step", step, 0)
     view = _View(graph)
-    start, stop = view.steps.start(step), min(view.steps.start(step + 1), view.bound)
-    if start >= stop:
-        raise OutOfRangeError(f"step {step} would begin at sample {start}; the run ends at sample {view.bound}")
-    samples = np.arange(start, stop, dtype=np.int64)
+    samples = view.samples_of(step)
     routes = Routes(view.order)
     leaves, numbers = routes.resolve(samples)
     records: list[ContentsRecord | None] = [None] * samples.size
@@ -119,8 +123,16 @@ def contents(graph: IndexedDataPipe, step: int) -> "list[ContentsRecord]":
         ):
             step, rank, micro_batch, row = dealt[i]
             path = node.reader.files[file].path
-            records[i] = ContentsRecord(step, rank, micro_batch, row, start + i, leaf.name, epoch, token, path, place)
+            records[i] = ContentsRecord(
+                step, rank, micro_batch, row, int(samples[i]), leaf.name, epoch, token, path, place
+            )
     return [record for record in records if record is not None]
+
+
+def tokens(graph: IndexedDataPipe, step: int) -> Int64s:
+    """The tokens of a step: int64 (samples, sequence_length + 1), a row for each record of `contents`."""
+    view = _View(graph)
+    return view.order.fetch(view.samples_of(step))
 
 
 def _windows(node: IndexedDataPipe, numbers: Int64s) -> tuple[IndexedDataPipe, Int64s]:

@@ -210,5 +210,6 @@ class NanosetOrder(IndexedDataPipe):
         return np.where(known & (found < self.end), found, -1)
 
     def source_bound(self, source: int, hi: int) -> int:
-        copies = -(-hi // self.epoch)
-        return int((copies * int(self.tables[2][source]) // int(self._lengths[source]) + 1) * self._lengths[source])
+        length = int(self._lengths[source])
+        deliveries = -(-int(self.tables[2][source]) // length)  # of its most frequent sample in one copy
+        return -(-hi // self.epoch) * deliveries * length

@@ -11,6 +11,7 @@ same tree gives weighted blends (weights are shares of 2³²) and the exact unio
 lengths). docs/blend.md proves that every source stays within 2 samples of its share at every prefix.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +21,19 @@ import numpy as np
 
 from .errors import ArgumentTypeError, WeightsError
 
-__all__ = ["LARGEST_TOTAL", "SCALE", "WeightTree", "as_shares", "quantise", "tempered"]
+__all__ = ["LARGEST_TOTAL", "SCALE", "WeightTree", "as_shares", "quantise", "tempered", "weight_tree"]
 
 SCALE = 1 << 32
 """A weighted blend's integer weights add up to this."""
 
 LARGEST_TOTAL = 1 << 52
 """Above this total the compiled kernels' 104-bit products would no longer be exact."""
+
+
+@functools.lru_cache(maxsize=1024)
+def weight_tree(weights: tuple[int, ...]) -> "WeightTree":
+    """The tree of these weights; the same ones come back at every rewrite of a graph."""
+    return WeightTree(weights)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ..datapipes import ledger
 from ..datapipes._torch import DataPipe, IterDataPipe, MapDataPipe
 from ..datapipes.core import IndexedDataPipe, as_count
@@ -281,6 +284,26 @@ class DataLoader2:
         if self._iterating:
             _close(self._items)
             self._items = self._indexed_items()
+
+    @property
+    def consumed_samples(self) -> int:
+        """The run's samples that are done, over all ranks."""
+        return self._indexed("consumed_samples").consumed_samples
+
+    @property
+    def step(self) -> int:
+        """The step that the next item belongs to."""
+        run = self._indexed("step")
+        return run.steps.step_of(run.consumed_samples)
+
+    def micro_batches(self, step: int) -> int:
+        """How many items of this rank make up a step."""
+        steps = self._indexed("micro_batches").steps
+        return steps.size(as_count("step", step, 0)) // steps.unit
+
+    def tokens(self, step: int) -> "npt.NDArray[np.int64]":
+        """The tokens of a step: int64 (samples, sequence_length + 1), a row for each record of `contents`."""
+        return ledger.tokens(self._indexed("tokens").graph, step)
 
     def contents(self, step: int) -> "list[ContentsRecord]":
         """What a step holds: a record for each row of the whole step, all ranks, by sample number."""
