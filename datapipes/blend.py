@@ -59,8 +59,9 @@ class Blender(IndexedDataPipe):
         temperature: share ** (1 / temperature); without weights, of the sources' lengths.
         repeats: {name: times}, without weights: how often the union holds a source an epoch (fractions too).
         max_epochs: {name: epochs}, or one number for all: a cap on a source.
-        on_exhausted: what follows when a source reaches its cap: "stop" (the graph ends there: the
-            default), "renormalise" (the others go on in their ratio), "error" (SourceExhaustedError).
+        on_exhausted: what follows when a source reaches its cap: "stop" (the graph ends before the sample
+            that the source cannot give: the default), "renormalise" (the others go on in their ratio),
+            "error" (SourceExhaustedError).
         name: what a blend around this one calls it.
 
     Raises WeightsError, ConfigurationError, ArgumentTypeError.
@@ -171,32 +172,33 @@ class Blender(IndexedDataPipe):
         trees: list[WeightTree] = [weight_tree(self.weights)]
         offsets: list[list[int]] = [[0] * len(self.sources)]
         pending = list(self.changes)
+        stops = self.on_exhausted != "renormalise"
         end, exhausted = MAX_NUMBER, None
-        full: set[int] = set()
         while True:
             start, tree, offset = first[-1], trees[-1], offsets[-1]
-            # where the first cap of this phase is reached, and by whom
-            reached = min(
+            # where a capped source would be drawn once too often; or, where the others go on, is through
+            reached, source = min(
                 (
-                    (start + tree.place(s, cap - offset[s] - 1) + 1, s)
+                    (start + (tree.place(s, cap - offset[s]) if stops else tree.place(s, cap - offset[s] - 1) + 1), s)
                     for s, cap in enumerate(self.caps)
-                    if cap is not None and tree.weights[s] and cap > offset[s]
+                    if cap is not None and tree.weights[s]
                 ),
                 default=(MAX_NUMBER, -1),
             )
             change = pending[0].number if pending else MAX_NUMBER
-            if min(change, reached[0]) >= MAX_NUMBER:
+            at = min(change, reached)
+            if at >= MAX_NUMBER:
                 break
-            if change <= reached[0]:
-                at, weights = change, pending.pop(0).weights
-            else:
-                at, weights = reached[0], tree.weights
+            if stops and reached < change:
+                end, exhausted = reached, self.sources[source]
+                break
+            weights = pending.pop(0).weights if change <= reached else tree.weights
             counts = [a + b for a, b in zip(offset, tree.counts(at - start), strict=True)]
-            full |= {s for s, cap in enumerate(self.caps) if cap is not None and counts[s] >= cap}
-            if full and any(weights[s] for s in full):
-                weights = tuple(0 if s in full else w for s, w in enumerate(weights))
-                if self.on_exhausted != "renormalise" or not any(weights):
-                    end, exhausted = at, self.sources[min(full)]
+            if not stops:
+                full = [cap is not None and count >= cap for cap, count in zip(self.caps, counts, strict=True)]
+                weights = tuple(0 if f else w for f, w in zip(full, weights, strict=True))
+                if not any(weights):
+                    end, exhausted = at, self.sources[max(source, 0)]
                     break
             if at == start:
                 del first[-1], trees[-1], offsets[-1]

@@ -210,6 +210,10 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
         """The smallest b such that our numbers [0, hi) touch only [0, b) of the child."""
         return hi
 
+    def source_floor(self, source: int, lo: int) -> int:
+        """A number below which our numbers from `lo` on touch nothing of the child."""
+        return self.source_bound(source, lo) if self.in_order else 0
+
     def with_children(self: Node, *children: "IndexedDataPipe") -> Node:
         """The same node over other children; the node itself is unchanged."""
         copy = object.__new__(type(self))

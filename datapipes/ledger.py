@@ -76,17 +76,15 @@ class _View:
         """(n,) sample numbers → steps, ranks, micro-batches, rows."""
         steps = [self.steps.step_of(sample) for sample in samples.tolist()]
         starts = np.array([self.steps.start(step) for step in steps], np.int64)
-        if self.sharder is None:
-            rank, turn = np.zeros(samples.size, np.int64), samples - starts
-        else:
-            # rounds count from the step's first sample; after a resume on other ranks in the middle of a
-            # step, from there
-            dp = self.sharder.topology.dp_size
-            base = np.where((starts < self.first) & (samples >= self.first), self.first, starts)
-            turn, slot = np.divmod(samples - base, dp)
+        # rounds count from the step's first sample; after a resume in the middle of a step, from there
+        base = np.where((starts < self.first) & (samples >= self.first), self.first, starts)
+        dp = self.sharder.topology.dp_size if self.sharder else 1
+        turn, slot = np.divmod(samples - base, dp)
+        rank = slot
+        if self.sharder is not None:
             rank = self.sharder.topology.rank_of_slot(slot, self.sharder.turns(base + turn * dp))
-            turn = turn + -(-(base - starts) // dp)
         batch, row = np.divmod(turn, self.micro_batch_size)
+        batch += -(-(base - starts) // self.steps.unit)
         return steps, rank.tolist(), batch.tolist(), row.tolist()
 
 
@@ -167,7 +165,7 @@ def when(graph: IndexedDataPipe, source: str, token: int, steps: range) -> "list
     view = _View(graph)
     low, high = view.steps.start(steps.start), min(view.steps.start(max(steps.stop, steps.start)), view.bound)
     names: list[str] = []
-    found = list(_find(view.order, source, token, high, names)) if low < high else []
+    found = list(_find(view.order, source, token, low, high, names)) if low < high else []
     if not names and source not in (names := _source_names(view.order)):
         raise ConfigurationError(f"no source is named {source!r}; the sources are {', '.join(map(repr, names))}")
     samples = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
@@ -175,20 +173,23 @@ def when(graph: IndexedDataPipe, source: str, token: int, steps: range) -> "list
     return [WhenRecord(*record) for record in zip(*view.dealt(samples), strict=True)]
 
 
-def _find(node: IndexedDataPipe, source: str, token: int, hi: int, names: "list[str]") -> Iterator[Int64s]:
-    """The node's numbers below `hi` that hold the token as a label: leaf first, then upwards."""
+def _find(node: IndexedDataPipe, source: str, token: int, lo: int, hi: int, names: "list[str]") -> Iterator[Int64s]:
+    """The node's numbers from `lo` up to `hi` that hold the token as a label, and perhaps some around them:
+    leaf first, then upwards.
+    """
     if hasattr(node, "numbers_at"):
         if node.name == source:
             names.append(source)
             tokens = node.reader.samples_per_pass
             if token >= tokens:
                 raise OutOfRangeError(f"source {source!r} has {tokens} tokens, token {token} is not one of them")
-            yield node.numbers_at(token, hi)
+            yield node.numbers_at(token, hi, lo)
         return
     if makes_items(node):
         _check_origin(node)
     for index, child in enumerate(node.children):
-        for numbers in _find(child, source, token, node.source_bound(index, hi), names):
+        bounds = node.source_floor(index, lo), node.source_bound(index, hi)
+        for numbers in _find(child, source, token, *bounds, names):
             yield node.places(index, numbers)[1]
 
 

@@ -97,6 +97,11 @@ class Permuter(IndexedDataPipe):
         upto = min((within // self._block + 1) * self._block, self._length)
         return min(epoch * self._length + upto, self._end)
 
+    def source_floor(self, source: int, lo: int) -> int:
+        """The block that `lo` stands in, from its beginning."""
+        epoch, within = divmod(lo, self._length)
+        return epoch * self._length + within // self._block * self._block
+
     def _permuted(self, numbers: Int64s, inverse: bool) -> Int64s:
         return permute_numbers(
             numbers, self._length, self._block, self._end, self._key, self.window is not None, inverse

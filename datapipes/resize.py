@@ -163,14 +163,17 @@ class SequenceResizer(IndexedDataPipe):
         """(n,) numbers → (n,) which time round the source each belongs to, from 0."""
         return self._located(numbers)[0]
 
-    def numbers_at(self, token: int, hi: int) -> Int64s:
-        """All numbers below `hi` whose window has this token as a label."""
+    def numbers_at(self, token: int, hi: int, lo: int = 0) -> Int64s:
+        """All numbers from `lo` up to `hi` whose window has this token as a label."""
         unit, rest = divmod(token - 1, self._slicer.unit)
         units = self._slicer.units
         found: list[int] = []
         if token < 1 or unit >= units:
             return np.empty(0, np.int64)
         epoch, first = self._epoch, 0
+        if lo >= self._rest:
+            later = (lo - self._rest) // self._later
+            epoch, first = epoch + 1 + later, self._rest + later * self._later
         while first < hi:
             at = np.array([epoch * units + unit], np.int64)
             order = int(permute_numbers(at, units, units, MAX_NUMBER, self._permuter._key, inverse=True)[0])
@@ -186,4 +189,4 @@ class SequenceResizer(IndexedDataPipe):
                 found.append(first + rest // self._length * units + order)
                 first += self._later
             epoch += 1
-        return np.array([n for n in found if n < hi], np.int64)
+        return np.array([n for n in found if lo <= n < hi], np.int64)

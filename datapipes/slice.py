@@ -99,14 +99,15 @@ class SequenceSlicer(IndexedDataPipe):
         part, unit = np.divmod(within, self.units)
         return unit * self.unit + part * self._length
 
-    def numbers_at(self, token: int, hi: int) -> Int64s:
-        """All numbers below `hi` whose window has this token as a label, an epoch each."""
+    def numbers_at(self, token: int, hi: int, lo: int = 0) -> Int64s:
+        """All numbers from `lo` up to `hi` whose window has this token as a label, one an epoch."""
         place = token - 1
         unit, rest = divmod(place, self.unit)
         if place < 0 or unit >= self.units:
             return np.empty(0, np.int64)
         within = (rest // self._length) * self.units + unit
-        return np.arange(within, hi, self.samples_per_pass, dtype=np.int64)
+        epoch = max(0, -(-(lo - within) // self.samples_per_pass))
+        return np.arange(epoch * self.samples_per_pass + within, hi, self.samples_per_pass, dtype=np.int64)
 
     def epoch_of(self, numbers: Int64s) -> Int64s:
         """(n,) numbers → (n,) which time round the source each belongs to, from 0."""

@@ -1,6 +1,6 @@
 """Pretrain a small GPT on real text, kill it, resume it on other micro-batches: the same tokens, the same loss.
 
-    pip install -e '.[examples]' && python examples/pretrain.py          # 2–3 minutes on 2 cores, no network
+    pip install -e '.[examples]' && python examples/pretrain.py          # about 3 minutes on 2 cores, no network
 
 1.  Two corpora that every Python has: prose (the language reference and the standard library's docstrings)
     and code (its source files). A hash of a document's name decides whether it is held out for evaluation.

@@ -4,6 +4,7 @@ import math
 import random
 from collections import defaultdict
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -417,7 +418,7 @@ def blended_with_caps(drawn, on_exhausted):
 
 
 @given(capped)
-def test_a_blend_stops_where_the_first_source_reaches_its_cap(drawn):
+def test_a_blend_stops_before_the_sample_that_a_capped_source_cannot_give(drawn):
     blend, caps = blended_with_caps(drawn, "stop")
     assert len(blend) == blend.end
     counts = blend.counts(blend.end)
@@ -425,13 +426,25 @@ def test_a_blend_stops_where_the_first_source_reaches_its_cap(drawn):
     full = [s for s, cap in enumerate(caps) if cap is not None and counts[s] == cap]
     assert full
     assert all(cap is None or count <= cap for count, cap in zip(counts, caps, strict=True))
-    assert routed(blend, blend.end - 1, blend.end)[0][0] in full
+    uncapped = blended(list(drawn[0]), [max(2, n) for n in drawn[1][: len(drawn[0])]])
+    (source,), (number,) = routed(uncapped, blend.end, blend.end + 1)
+    assert source in full
+    assert number == caps[source]
     assert_within_the_bound(blend, blend.weights, 0, blend.end)
     assert_unroute_undoes_route(blend, np.arange(blend.end))
     for s in full:
         assert blend.unroute(s, np.array([caps[s], caps[s] + 1])).tolist() == [-1, -1]
     with pytest.raises(OutOfRangeError, match=str(blend.end)):
         blend.checked([blend.end])
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+def test_a_union_of_sources_that_end_holds_every_sample_once_and_ends(lengths):
+    first, *others = (source.limit(samples=n) for source, n in zip(sources(*lengths), lengths, strict=True))
+    union = first.blend(*others)
+    assert union.end == len(union) == sum(lengths)
+    pairs = set(zip(*routed(union, 0, union.end), strict=True))
+    assert pairs == {(s, i) for s, n in enumerate(lengths) for i in range(n)}
 
 
 @given(capped)
@@ -462,7 +475,7 @@ def test_renormalised_the_others_go_on_in_their_ratio(drawn):
 
 @given(capped)
 def test_a_cap_that_is_an_error_raises_with_the_source_and_not_before(drawn):
-    blend, caps = blended_with_caps(drawn, "error")
+    blend, _ = blended_with_caps(drawn, "error")
     stop = blended_with_caps(drawn, "stop")[0].end
     assert blend.end == MAX_NUMBER
     routed(blend, 0, stop)
@@ -512,7 +525,10 @@ def test_a_cap_below_one_sample_and_an_unknown_source_are_refused():
 # Blends in blends -------------------------------------------------------------------------------------------
 
 
-@given(outer=st.lists(st.integers(1, 30), min_size=2, max_size=2), inner=st.lists(st.integers(1, 30), min_size=2, max_size=4))
+@given(
+    outer=st.lists(st.integers(1, 30), min_size=2, max_size=2),
+    inner=st.lists(st.integers(1, 30), min_size=2, max_size=4),
+)
 def test_a_blend_in_a_blend_keeps_both_laws(outer, inner):
     below = Blender(*sources(*[50] * len(inner)), weights=inner, name="inner")
     blend = Blender(below, Numbers("other", 70), weights=outer)
@@ -612,9 +628,10 @@ def test_new_weights_at_every_step_repeat_nothing_and_lose_nothing(token_file, w
 @given(weights=st.lists(one_weights, min_size=2, max_size=8), micro_batch=st.sampled_from([1, 2, 4]))
 def test_new_weights_in_the_middle_of_a_step_hold_from_the_next_one(token_file, weights, micro_batch):
     delivered = Delivered()
-    with DataLoader2(run_of(token_file, micro_batch=micro_batch)) as loader, DataLoader2(
-        run_of(token_file, micro_batch=micro_batch)
-    ) as unchanged:
+    with (
+        DataLoader2(run_of(token_file, micro_batch=micro_batch)) as loader,
+        DataLoader2(run_of(token_file, micro_batch=micro_batch)) as unchanged,
+    ):
         items = iter(loader)
         first = next(items)
         delivered.add(first)
@@ -624,7 +641,7 @@ def test_new_weights_in_the_middle_of_a_step_hold_from_the_next_one(token_file, 
             assert batch["input_ids"].tolist() == same["input_ids"].tolist()
         for batch in of_the_step[1:]:
             delivered.add(batch)
-        for old, new in zip(weights, weights[1:], strict=False):
+        for old, new in pairwise(weights):
             drawn = [0, 0, 0]
             for k in range(8 // micro_batch):
                 batch = next(items)

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.datapipes.datapipe import IterDataPipe
 from torch.utils.data.datapipes.iter import IterableWrapper
-from torch.utils.data.datapipes.iter import SequenceWrapper as IterSequenceWrapper
 from torch.utils.data.datapipes.map import SequenceWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -220,7 +219,6 @@ def test_an_evaluation_is_the_same_whatever_a_training_run_beside_it_does(runs):
         if first(batch) == 8:
             break
     training.seek(0)
-    training.seed(3) if False else None
     assert tokens(evaluation) == expected
     training.shutdown()
     assert tokens(evaluation) == expected
@@ -240,9 +238,8 @@ def test_several_loaders_over_one_graph_do_not_know_of_each_other(runs):
     assert found == [expected] * 3
     loaders[0].update_weights([1, 9])
     loaders[1].seek(0)
-    assert tokens(iterators[2], 3) == tokens(DataLoader2.from_state(loaders[2].state_dict(), graph), 0) or True
-    assert loaders[2].state_dict()["journal"]["weights"] == []
-    assert loaders[2].state_dict()["consumed_samples"] == 4 * 15
+    assert tokens(iterators[2], 3) == tokens(DataLoader2(graph), 15)[12:]
+    assert loaders[2].state_dict() == DataLoader2(graph).state_dict() | {"consumed_samples": 60, "step": 7}
     assert graph.tree() == runs.training.tree()
 
 
@@ -411,7 +408,8 @@ def test_a_loader_never_iterated_is_shut_down_quietly(runs):
     service = Counted()
     with DataLoader2(runs.training, reading_service=service):
         pass
-    assert service.calls == ["finalize_iteration", "finalize"] or service.calls == []
+    assert service.calls[-1] == "finalize"
+    assert "initialize" not in service.calls
 
 
 class Stop(Exception):
@@ -658,15 +656,14 @@ def double(k: int) -> int:
     return 2 * k
 
 
-def shuffled(wrapper: Any = IterableWrapper) -> Any:
-    return wrapper(range(20)).shuffle().sharding_filter().map(double).batch(3)
+def shuffled() -> Any:
+    return IterableWrapper(range(20)).shuffle().sharding_filter().map(double).batch(3)
 
 
-@pytest.mark.parametrize("wrapper", [IterableWrapper, IterSequenceWrapper])
 @pytest.mark.parametrize("prefetch_cnt", [None, 0, 4])
-def test_torchs_streams_iterate_and_take_seeds(wrapper, prefetch_cnt):
+def test_torchs_streams_iterate_and_take_seeds(prefetch_cnt):
     def loader(seed: int) -> DataLoader2:
-        graph = shuffled(wrapper)
+        graph = shuffled()
         made = DataLoader2(graph) if prefetch_cnt is None else loader_of(graph, prefetch_cnt)
         made.seed(seed)
         return made
@@ -757,23 +754,28 @@ def test_the_place_of_a_stream_cannot_be_saved_and_that_is_said():
     assert len(list(loader)) == 7
 
 
+class Counter:
+    """An iterator with something to ask."""
+
+    place = 0
+
+    def __iter__(self) -> "Counter":
+        return self
+
+    def __next__(self) -> int:
+        self.place += 1
+        return self.place
+
+
+class Numbers(IterDataPipe):
+    def __iter__(self) -> Counter:
+        return Counter()
+
+
 def test_attributes_of_the_graphs_iterator_are_reached():
-    class Numbers(IterDataPipe):
-        def __iter__(self) -> Any:
-            return Counter()
-
-    class Counter:
-        place = 0
-
-        def __iter__(self) -> "Counter":
-            return self
-
-        def __next__(self) -> int:
-            self.place += 1
-            return self.place
-
     iterator = iter(DataLoader2(Numbers()))
     assert [next(iterator) for _ in range(3)] == [1, 2, 3]
+    assert iterator.place == 3
     with pytest.raises(AttributeError):
         iterator.no_such_attribute  # noqa: B018 - reading it is the test
 

@@ -204,11 +204,12 @@ import hashlib, sys
 from tokenpipe.datapipes import TokenReader, Topology, kernels
 from tokenpipe.reading_services import DataLoader2
 
-def source(name, tokens, **options):
+def source(name, **options):
     unit = {"unit": options.pop("unit")} if "unit" in options else {}
-    return TokenReader(sys.argv[1].split(";"), dtype="uint16", name=name).slice_sequences(8, **unit).permute(3, **options)
+    reader = TokenReader(sys.argv[1].split(";"), dtype="uint16", name=name)
+    return reader.slice_sequences(8, **unit).permute(3, **options)
 
-names = [source("a", 0), source("b", 0, window=11), source("c", 0, unit=24)]
+names = [source("a"), source("b", window=11), source("c", unit=24)]
 graph = names[0].blend(*names[1:], weights=[5, 3, 1], max_epochs={"b": 0.7}, on_exhausted="renormalise")
 graph = graph.shard_ranks(Topology(1, 3), seed=7).batch_samples(2, global_batch_size=[(0, 6), (9, 12)])
 graph = graph.collate_causal_lm(source_ids=True, sample_numbers=True)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenpipe.datapipes import IndexedDataPipe, NanosetOrder, TokenReader, Topology, read_tokens
+from tokenpipe.datapipes import IndexedDataPipe, NanosetOrder, Topology, read_tokens
 from tokenpipe.datapipes.errors import ConfigurationError, OutOfRangeError, WeightsError
 from tokenpipe.reading_services import DataLoader2
 
@@ -221,7 +221,7 @@ def test_a_resume_drops_consumed_over_dp_indices_on_each_rank(token_file, consum
         assert found == [rows[i][:8] for i in nanotrons]
 
 
-@pytest.mark.parametrize("steps", [range(0, 50), range(40, 50), range(3, 7)])
+@pytest.mark.parametrize("steps", [range(50), range(40, 50), range(3, 7)])
 def test_when_finds_every_row_of_every_copy_of_the_epoch(token_file, steps):
     with rank_loader(spec_of(token_file), 0, 1) as loader:
         records = [record for step in steps for record in loader.contents(step)]

@@ -80,7 +80,8 @@ def test_blocks_with_keys_of_their_own_are_each_in_another_order():
 @given(length=st.one_of(st.integers(1, 5000), st.integers(1, 2**62)), end=st.integers(1, MAX_NUMBER))
 def test_what_the_end_cuts_off_is_permuted_in_itself(length, end):
     first = (end - 1) // length * length
-    asked = np.unique(np.clip(numbers(first, first + 1, first + (end - first) // 2, end - 2, end - 1), first, None))
+    asked = numbers(first, first + 1, first + (end - first) // 2, end - 2, end - 1)
+    asked = np.unique(np.maximum(asked, first))
     asked = asked[asked < end]
     placed = there(asked, length, end=end)
     assert ((placed >= first) & (placed < end)).all()
@@ -138,7 +139,7 @@ def test_any_number_of_any_window_round_trips(length, block, asked):
 def test_the_last_number_is_two_to_the_63_minus_2_and_the_next_one_raises(token_file):
     node = TokenReader(token_file("a.bin", 1000), dtype="uint16").slice_sequences(8).permute(seed=7)
     assert node.end == MAX_NUMBER
-    source, placed = node.route(numbers(LAST))
+    placed = node.route(numbers(LAST))[1]
     assert node.unroute(0, placed).tolist() == [LAST]
     assert node.fetch([LAST]).shape == (1, 9)
     for beyond in (MAX_NUMBER, 2**63, 2**64 - 1, 2**64, np.array([2**63], np.uint64)):

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenpipe.datapipes import TokenReader, reorder
-from tokenpipe.datapipes.errors import ConfigurationError, JournalError, OutOfRangeError, StateMismatchError, TokenFileError
+from tokenpipe.datapipes.errors import (
+    ConfigurationError,
+    JournalError,
+    OutOfRangeError,
+    StateMismatchError,
+    TokenFileError,
+)
 from tokenpipe.reading_services import DataLoader2
 
 SAMPLES = 30
@@ -76,7 +82,8 @@ def test_places_and_bounds_hold_across_pieces_of_the_file(token_file, tmp_path, 
     chance = np.random.default_rng(2)
     order = chance.integers(0, SAMPLES, 100).tolist()
     node = reordered(token_file, tmp_path, order)
-    assert node.unroute(0, np.arange(SAMPLES)).tolist() == [order.index(n) if n in order else -1 for n in range(SAMPLES)]
+    expected = [order.index(n) if n in order else -1 for n in range(SAMPLES)]
+    assert node.unroute(0, np.arange(SAMPLES)).tolist() == expected
     which, found = node.places(0, np.array([5, 3, 5]))
     assert sorted(zip(which.tolist(), found.tolist(), strict=True)) == sorted(
         (i, k) for i, n in enumerate([5, 3, 5]) for k, entry in enumerate(order) if entry == n
@@ -165,9 +172,9 @@ def test_files_that_are_no_list_of_numbers_are_refused(token_file, tmp_path):
     (tmp_path / "cut.npy").write_bytes(saved(tmp_path, range(9)).read_bytes()[:-3])
     np.save(tmp_path / "empty.npy", np.empty(0, np.int64))
     for name in ("narrow", "square", "floats", "cut", "empty", "missing"):
-        with pytest.raises(TokenFileError, match=f"{name}.npy"):
+        with pytest.raises(TokenFileError, match=rf"{name}\.npy"):
             plain.reorder(tmp_path / f"{name}.npy")
-    with pytest.raises((TokenFileError, ConfigurationError), match="raw.bin"):
+    with pytest.raises((TokenFileError, ConfigurationError), match=r"raw\.bin"):
         plain.reorder(token_file("raw.bin", 40))
 
 

@@ -3,11 +3,12 @@
 import json
 import re
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tokenpipe.datapipes import TokenReader, Topology
@@ -62,7 +63,7 @@ def run_of(loaders, starts, first=0):
     """What the ranks deliver together: the sorted rows of each step, from sample `first` up to the last start."""
     running = [iter(loader) for loader in loaders]
     steps = []
-    for a, b in zip(starts, starts[1:], strict=False):
+    for a, b in pairwise(starts):
         if b <= first:
             continue
         due, rows = b - max(a, first), []
@@ -80,7 +81,7 @@ def whole_run(folder, ramp=True):
     order = order_in(folder)
     starts = RAMP_STARTS if ramp else [24 * step for step in range(STEPS + 1)]
     rows = order.fetch(range(starts[-1])).tolist()
-    return starts, [[(n, tuple(rows[n])) for n in range(a, b)] for a, b in zip(starts, starts[1:], strict=False)]
+    return starts, [[(n, tuple(rows[n])) for n in range(a, b)] for a, b in pairwise(starts)]
 
 
 def rest_of(steps, consumed):
@@ -116,7 +117,7 @@ def test_any_ramp_gives_each_step_its_samples_on_any_ranks(folder, dp, micro_bat
     order = order_in(folder)
     rows = order.fetch(range(starts[-1])).tolist()
     found = run_of(loaders_of(order, dp, micro_batch, ramp, seed), starts)
-    for step, (a, b) in enumerate(zip(starts, starts[1:], strict=False)):
+    for step, (a, b) in enumerate(pairwise(starts)):
         assert found[step] == [(n, tuple(rows[n])) for n in range(a, b)]
 
 
@@ -204,10 +205,11 @@ def test_on_the_same_ranks_every_batch_after_a_resume_is_that_of_an_unbroken_run
     order, micro_batch = order_in(folder), MICRO_BATCHES[dp]
     for rank in range(dp):
         graph = graph_of(order, rank, dp, micro_batch)
-        unbroken = [rows_of(batch) for _, batch in zip(range(384 // (dp * micro_batch)), DataLoader2(graph), strict=False)]
+        batches = 384 // (dp * micro_batch)
+        unbroken = [rows_of(batch) for _, batch in zip(range(batches + 5), DataLoader2(graph), strict=False)]
         running = DataLoader2(graph)
         items = iter(running)
-        for done in range(len(unbroken)):
+        for done in range(batches):
             resumed = DataLoader2.from_state(running.state_dict(), graph)
             assert [rows_of(b) for b, _ in zip(resumed, range(5), strict=False)] == unbroken[done : done + 5]
             next(items)
@@ -278,6 +280,19 @@ def test_the_unseen_samples_of_a_broken_off_step_come_next_and_in_order(folder):
         assert next(iter(resumed))["sample_numbers"].tolist() == [32 + rank, 34 + rank, 36 + rank, 38 + rank]
 
 
+@pytest.mark.parametrize("step", [2**31, 2**32 + 1, 10**12, (2**53 + 1) // 24, (2**62 + 1) // 24])
+def test_a_run_goes_on_at_any_step_on_any_ranks(folder, step):
+    order = order_in(folder)
+    rows = order.fetch(range(step * 24, step * 24 + 48)).tolist()
+    expected = [[(n, tuple(rows[n - step * 24])) for n in range(a, a + 24)] for a in (step * 24, step * 24 + 24)]
+    for dp in (1, 3, 8):
+        loaders = loaders_of(order, dp, MICRO_BATCHES[dp], 24)
+        for loader in loaders:
+            loader.seek(step)
+        assert run_of(loaders, [step * 24, step * 24 + 24, step * 24 + 48], first=step * 24) == expected
+        assert [r.sample_number for r in loaders[0].contents(step)] == [n for n, _ in expected[0]]
+
+
 # Another global batch size ----------------------------------------------------------------------------------
 
 
@@ -301,7 +316,9 @@ def test_another_global_batch_at_resume_adds_a_breakpoint_and_keeps_earlier_step
         assert numbers == list(range(starts[step], starts[step + 1])), step
     for step in range(consumed_steps):
         old, now = before.contents(step), after.contents(step)
-        assert [(r.sample_number, r.source, r.token) for r in old] == [(r.sample_number, r.source, r.token) for r in now]
+        assert [(r.sample_number, r.source, r.token) for r in old] == [
+            (r.sample_number, r.source, r.token) for r in now
+        ]
     rows = order.fetch(range(starts[-1])).tolist()
     loaders = [DataLoader2.from_state(state, graph_of(order, rank, 4, 3, new)) for rank in range(4)]
     found = run_of(loaders, starts, first=starts[consumed_steps])
@@ -335,16 +352,16 @@ def test_a_global_batch_that_the_ranks_do_not_divide_is_refused_with_the_nearest
 # Contents and when ------------------------------------------------------------------------------------------
 
 
-def delivered_records(loaders, table, first=0):
+def delivered_records(loaders, table):
     """[(step, rank, micro-batch, row, sample number, tokens), …] as the ranks' batches have them.
 
-    table: [(step, its micro-batches on each rank, the first of them), …] in the order of the run.
+    table: [(step, its micro-batches on each rank), …] in the order of the run.
     """
     records = []
     for rank, loader in enumerate(loaders):
         items = iter(loader)
-        for step, batches, begin in table:
-            for batch in range(begin, batches):
+        for step, batches in table:
+            for batch in range(batches):
                 for row, (number, tokens) in enumerate(rows_of(next(items))):
                     records.append((step, rank, batch, row, number, tokens))
     return sorted(records, key=lambda record: record[4])
@@ -369,41 +386,46 @@ def said_records(loader, steps):
 def test_contents_is_what_every_rank_delivers(folder, dp, seed, weights):
     order, micro_batch = order_in(folder, weights), MICRO_BATCHES[dp]
     loaders = loaders_of(order, dp, micro_batch, seed=seed)
-    table = [(s, (b - a) // (dp * micro_batch), 0) for s, (a, b) in enumerate(zip(RAMP_STARTS, RAMP_STARTS[1:], strict=False))]
+    table = [(s, (b - a) // (dp * micro_batch)) for s, (a, b) in enumerate(pairwise(RAMP_STARTS))]
     delivered = delivered_records(loaders, table)
     for loader in loaders:
         assert said_records(loader, range(STEPS)) == delivered
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(
     before=st.sampled_from(SIZES),
     after=st.sampled_from(SIZES),
-    old=st.integers(1, 4),
-    new=st.integers(1, 4),
+    old=st.integers(1, 8),
+    new=st.integers(1, 8),
+    later=st.sampled_from([24, 16, 32, 48]),
     micro_batches=st.integers(0, 24),
     seed=st.sampled_from([None, 5]),
 )
+@example(before=1, after=2, old=8, new=8, later=32, micro_batches=1, seed=None)
+@example(before=2, after=4, old=2, new=2, later=24, micro_batches=2, seed=5)
 def test_contents_is_what_every_rank_delivers_after_a_resume_inside_a_step(
-    folder, before, after, old, new, micro_batches, seed
+    folder, before, after, old, new, later, micro_batches, seed
 ):
-    assume(24 % (before * old) == 0 and 24 % (after * new) == 0)
+    assume(24 % (before * old) == 0 and later % (after * new) == 0)
     consumed = micro_batches * before * old
     step = consumed // 24
-    assume((24 * (step + 1) - consumed) % (after * new) == 0)
+    rest = 24 * (step + 1) - consumed
+    assume(rest % (after * new) == 0)
     order = order_in(folder)
     running = DataLoader2(graph_of(order, 0, before, old, 24, seed))
     for _ in zip(range(micro_batches), running, strict=False):
         pass
-    loaders = loaders_of(order, after, new, 24, seed, state=running.state_dict())
-    running = [iter(loader) for loader in loaders]
-    delivered = {}
-    for _ in range((24 * (step + 3) - consumed) // (after * new)):
-        for rank, items in enumerate(running):
-            for row, (number, tokens) in enumerate(rows_of(next(items))):
-                delivered[number] = (rank, row, tokens)
+    loaders = loaders_of(order, after, new, later, seed, state=running.state_dict())
+    sizes = [rest if rest < 24 or later == 24 else later, later, later]
+    table = [(s, size // (after * new)) for s, size in enumerate(sizes, step)]
+    delivered = delivered_records(loaders, table)
     for loader in loaders[:2]:
-        said = {r[4]: (r[1], r[3], r[5]) for r in said_records(loader, range(step, step + 3)) if r[4] >= consumed}
+        said = [record for record in said_records(loader, range(step, step + 3)) if record[4] >= consumed]
+        # the broken-off step's micro-batches go on from a number that contents chooses
+        begun = min(record[2] for record in said if record[0] == step)
+        assert begun == 0 or consumed % 24
+        said = [(s, rank, m - begun * (s == step), *more) for s, rank, m, *more in said]
         assert said == delivered
 
 
@@ -463,7 +485,7 @@ def test_contents_and_when_stay_inverse_through_changes_of_weights(folder):
     running = [iter(loader) for loader in loaders]
     delivered = []
     changes = {2: [1, 0], 4: [1, 5], 6: [0, 1], 8: {"prose": 2, "code": 1}}
-    for step, (a, b) in enumerate(zip(RAMP_STARTS, RAMP_STARTS[1:], strict=False)):
+    for step, (a, b) in enumerate(pairwise(RAMP_STARTS)):
         if step in changes:
             for loader in loaders:
                 loader.update_weights(changes[step])
