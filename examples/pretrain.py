@@ -204,18 +204,16 @@ def train(s: Settings, run: str, micro_batch_size: int, save: bool = False, resu
     model = GPT(s)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1, betas=(0.9, 0.95))
     evaluation = DataLoader2(evaluation_graph(s))
-    first = 0
     with DataLoader2(training_graph(s, micro_batch_size)) as loader, Path(s.out, f"{run}.jsonl").open("w") as log:
         if resume:
             checkpoint = torch.load(Path(s.out, "checkpoint.pt"), weights_only=True)
             model.load_state_dict(checkpoint["model"])
             optimizer.load_state_dict(checkpoint["optimizer"])
             loader.load_state_dict(checkpoint["loader"])
-            first = checkpoint["loader"]["step"]
         batches = iter(loader)
-        for step in range(first, s.steps):
+        for step in range(loader.step, s.steps):
             began = time.perf_counter()
-            micro_batches = [next(batches) for _ in range(GLOBAL_BATCH_SIZE // micro_batch_size)]
+            micro_batches = [next(batches) for _ in range(loader.micro_batches(step))]
             mean_loss = 0.0
             for batch in micro_batches:
                 loss = loss_of(model, batch) / len(micro_batches)
@@ -358,14 +356,14 @@ def ask(s: Settings, step: int) -> bool:
     tokenizer = Tokenizer.from_file(f"{s.out}/tokenizer.json")
     loader = DataLoader2(training_graph(s, MICRO_BATCH_SIZE))
     records = loader.contents(step=step)
-    rows = [TokenReader(r.file).fetch(range(r.file_token, r.file_token + s.sequence_length + 1)) for r in records]
+    rows = loader.tokens(step=step)  # (samples, sequence_length + 1), in the order of the records
     print(f"  loader.contents(step={step}): {len(records)} records, of which")
     print("  sample  micro-batch  row  source  epoch    token  file             text")
     for r, row in list(zip(records, rows, strict=True))[:6]:
         place = f"{r.sample_number:>8}  {r.micro_batch:>11}  {r.row:>3}  {r.source:<6}  {r.epoch:>5}  {r.token:>7}"
         print(f"{place}  {Path(r.file).name:<15}  {tokenizer.decode(row.tolist())[:40]!r}")
     numbers = np.array([r.sample_number for r in records])
-    same = step_hash(numbers, np.stack(rows)) == read_log(s, "uninterrupted")[step]["hash"]
+    same = step_hash(numbers, rows) == read_log(s, "uninterrupted")[step]["hash"]
     print(f"  → all {len(rows)} together have {'the' if same else 'NOT the'} hash that the run logged at step {step}")
 
     asked, row, middle = records[2], rows[2], s.sequence_length // 2
