@@ -3,13 +3,27 @@
 The graph as nested dicts is torch's `traverse_dps`: {id: (node, {id of input: …})}.
 """
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from ..datapipes._torch import DataPipe, DataPipeGraph, traverse_dps
+from ..datapipes import _torch
+from ..datapipes._torch import DataPipe, DataPipeGraph
 from ..datapipes.core import IndexedDataPipe
+from ..datapipes.errors import ArgumentTypeError
 
 __all__ = ["find_dps", "list_dps", "rewritten", "traverse_dps"]
+
+
+def traverse_dps(datapipe: DataPipe) -> DataPipeGraph:
+    """The graph below a node, as torch gives it. Raises ArgumentTypeError where a node cannot be pickled."""
+    try:
+        return _torch.traverse_dps(datapipe)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        raise ArgumentTypeError(
+            f"the graph that ends in {type(datapipe).__name__} cannot be looked through, which torch does by pickling "
+            f"it: {error}; functions and classes at the top of a module would do, or dill for lambdas"
+        ) from error
 
 
 def list_dps(graph: DataPipeGraph, exclude_dps: "DataPipe | Sequence[DataPipe] | None" = None) -> "list[DataPipe]":

@@ -127,6 +127,10 @@ class SampleBatcher(IndexedDataPipe):
             whole = self._steps.start(last + 1)
         return max(0, whole - child.first_sample) // self.unit
 
+    def sample_numbers(self, numbers: Int64s) -> Int64s:
+        """(n,) batches → (n,) the sample numbers of their first rows."""
+        return self.datapipe.sample_numbers(numbers * self.micro_batch_size)
+
     @property
     def source_names(self) -> "list[str]":
         """What the indices in `Rows.sources` stand for."""

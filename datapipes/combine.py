@@ -38,7 +38,7 @@ class Mapper(IndexedDataPipe):
 
     Args:
         fn: item → item. An item stays a pure function of its number: the global random generators (random,
-            numpy.random, torch on the CPU) are seeded from the number while fn runs, then put back.
+            numpy.random, torch on the CPU) are seeded from its sample number while fn runs, then put back.
         seeded: False, if fn uses none of them, leaves the generators alone (saves about 20 µs an item,
             and allows prefetching in a thread).
     """
@@ -68,9 +68,18 @@ class Mapper(IndexedDataPipe):
     def _apply(self, number: int, item: Any) -> Any:
         if not self.seeded:
             return self.fn(item)
-        place = number + self.skipped_items  # the same item after a resume
-        with _derived_seeds(derive_key(place, "map")):
+        # the sample number (of a batch's first row): the same item after a resume, another one on another rank
+        place = int(self.datapipe.sample_numbers(np.array([number], np.int64))[0])
+        with _derived_seeds(derive_key(place, f"map {self._depth()}", self.name)):
             return self.fn(item)
+
+    def _depth(self) -> int:
+        """How many maps stand below in the chain: each draws other numbers."""
+        node, depth = self.datapipe, 0
+        while len(node.children) == 1:
+            depth += isinstance(node, Mapper)
+            node = node.datapipe
+        return depth
 
 
 @functional_datapipe("zip_items")

@@ -178,7 +178,7 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
         return self.datapipe.steps if self.trunk else None
 
     def sample_numbers(self, numbers: Int64s) -> Int64s:
-        """(n,) of our numbers → (n,) their places in the run's global order (before the batcher)."""
+        """(n,) of our numbers → (n,) their places in the run's global order (of a batch, its first row's)."""
         return self.datapipe.sample_numbers(numbers) if self.trunk else numbers
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
+from ..adapters.surgery import traverse_dps
 from ..datapipes._torch import DataPipe, apply_sharding
 from ..datapipes.combine import Mapper
 from ..datapipes.core import IndexedDataPipe, as_count
@@ -91,6 +92,7 @@ class InProcessReadingService(ReadingServiceInterface):
         if isinstance(datapipe, IndexedDataPipe):
             self._check_prefetch(datapipe)
         else:
+            traverse_dps(datapipe)  # says what is wrong where torch would only fail
             apply_sharding(datapipe, 1, 0, SHARDING_PRIORITIES.MULTIPROCESSING)
         return datapipe
 

@@ -878,6 +878,18 @@ def test_a_function_serves_as_an_adapter_and_the_resume_skip_is_one(runs):
     assert firsts(DataLoader2(runs.training, (ResumeSkip(24), ResumeSkip(8))), 2) == [8, 12]
 
 
+def test_the_callers_stream_goes_on_while_a_loader_runs_and_rewires_its_own(runs):
+    def rewire(graph: Any) -> Any:
+        graph.batch_size = 5
+        return graph
+
+    stream = IterableWrapper(range(10)).batch(2)
+    mine = iter(stream)
+    assert next(mine) == [0, 1]
+    assert list(DataLoader2(stream, rewire)) == [list(range(5)), list(range(5, 10))]
+    assert next(mine) == [2, 3]
+
+
 def test_the_callers_graph_is_not_changed(runs):
     stream = shuffled()
     torch.manual_seed(1)
