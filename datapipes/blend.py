@@ -228,6 +228,10 @@ class Blender(IndexedDataPipe):
             text += f"; {len(self.changes)} change(s) of weights"
         return text
 
+    @property
+    def weighted(self) -> bool:
+        return not self.exact or super().weighted
+
     def share(self, source: int) -> float:
         """The stored share of a source before any change."""
         return self.weights[source] / sum(self.weights)

@@ -142,19 +142,13 @@ class Once(IndexedDataPipe):
         self.check()
 
     def check(self) -> None:
-        from .blend import Blender
-
         if self.datapipe.topology is not None or self.datapipe.steps is not None:
             raise ConfigurationError("once stands before shard_ranks: every rank takes its part of the one pass")
-        todo = [self.datapipe]
-        while todo:
-            below = todo.pop()
-            todo += below.children
-            if isinstance(below, Blender) and not below.exact:
-                raise ConfigurationError(
-                    "once needs an unweighted graph: a weighted blend has no pass in which each sample comes "
-                    "exactly once; blend without weights, or evaluate the sources one by one"
-                )
+        if self.datapipe.weighted:
+            raise ConfigurationError(
+                "once needs an unweighted graph: a weighted blend has no pass in which each sample comes exactly "
+                "once; blend without weights, or evaluate the sources one by one"
+            )
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class Mapper(IndexedDataPipe):
 
     functional_name = "map"
     trunk = True
+    decides_order = False
 
     def __init__(self, datapipe: IndexedDataPipe, fn: Callable[[Any], Any], seeded: bool = True) -> None:
         super().__init__(datapipe)

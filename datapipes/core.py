@@ -102,6 +102,9 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
     trunk: bool = False
     """Whether the node may stand between the order and the batches without changing the order: skip, limit,
     once, map, shard, batch, collate. Such a node has one child."""
+    decides_order: bool = True
+    """Whether `settings` are part of the order's fingerprint: not those of readers (their contents are), of
+    maps (they decide items, not places) and of sharders (ranks are views on one order)."""
     in_order: bool = True
     """Whether the numbers [0, n) of the node use [0, m) of each child, for some m: false for permutes."""
 
@@ -131,6 +134,16 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
     def settings(self) -> dict[str, Any]:
         """JSON-able arguments that decide the order of the items."""
         return {}
+
+    @property
+    def content(self) -> str:
+        """32 hex digits of what a node without children reads."""
+        raise NotImplementedError(f"{type(self).__name__} reads no files: give it children, or a content property")
+
+    @property
+    def weighted(self) -> bool:
+        """Whether a pass of the node, or of one below, leaves out samples or repeats some."""
+        return any(child.weighted for child in self.children)
 
     @property
     def notes(self) -> str:

@@ -63,9 +63,7 @@ def order_of(graph: "IndexedDataPipe") -> "IndexedDataPipe":
 
 def source_contents(graph: "IndexedDataPipe") -> "dict[str, str]":
     """{source name: fingerprint of its files} of all readers below; reads the files once."""
-    from .read import TokenReader
-
-    if isinstance(graph, TokenReader):
+    if not graph.children:
         return {graph.name: graph.content}
     found: dict[str, str] = {}
     for child in graph.children:
@@ -83,17 +81,10 @@ def describe_order(graph: "IndexedDataPipe") -> "dict[str, str]":
 
     A source is its name, in blends of blends a path of names (escaped as in JSON pointers, RFC 6901).
     """
-    from .combine import Mapper
-    from .read import TokenReader
-    from .shard import RankSharder
-
     lines: dict[str, str] = {}
 
     def walk(node: "IndexedDataPipe", place: str) -> None:
-        if isinstance(node, TokenReader):
-            return
-        # a user's function decides contents, not places; ranks are views on one order
-        if not isinstance(node, (Mapper, RankSharder)):
+        if node.decides_order:
             kind = node.functional_name
             while f"{kind}{place}" in lines:
                 kind += "'"

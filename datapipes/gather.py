@@ -9,7 +9,7 @@ import mmap
 import resource
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,19 +17,9 @@ from .core import MAX_NUMBER, IndexedDataPipe, Int64s
 from .errors import ConfigurationError, TokenFileError, TokenIdError
 from .kernels import kernel
 from .read import TokenReader
+from .slice import TokenWindows
 
-__all__ = ["Routes", "TokenGather", "Windows", "fetch_items", "plan_of"]
-
-
-class Windows(Protocol):
-    """A node that makes rows of tokens: windows of a reader."""
-
-    reader: TokenReader
-    sequence_length: int
-
-    def starts(self, numbers: Int64s) -> Int64s:
-        """(n,) numbers → (n,) the places of their first tokens in the reader."""
-        ...
+__all__ = ["Routes", "TokenGather", "fetch_items", "plan_of"]
 
 
 class TokenGather:
@@ -128,7 +118,7 @@ class Routes:
     def __init__(self, node: IndexedDataPipe) -> None:
         self.leaves: list[IndexedDataPipe] = []
         self._root = self._grow(node, top=True)
-        windows = all(hasattr(leaf, "starts") for leaf in self.leaves)
+        windows = all(isinstance(leaf, TokenWindows) for leaf in self.leaves)
         self.gather: TokenGather | None = None
         if windows and len({leaf.sequence_length for leaf in self.leaves}) == 1:
             self.width = self.leaves[0].sequence_length + 1
@@ -174,7 +164,7 @@ class Routes:
 
 def makes_items(node: IndexedDataPipe) -> bool:
     """Whether a node makes its items itself, rather than routing to its children's."""
-    return type(node).fetch is not IndexedDataPipe.fetch or hasattr(node, "starts")
+    return type(node).fetch is not IndexedDataPipe.fetch or isinstance(node, TokenWindows)
 
 
 def plan_of(node: IndexedDataPipe) -> Routes:

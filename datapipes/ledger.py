@@ -10,6 +10,7 @@ from .errors import ConfigurationError, OutOfRangeError
 from .fingerprint import order_of
 from .gather import Routes, makes_items
 from .shard import RankSharder
+from .slice import TokenWindows
 from .steps import StepTable
 
 __all__ = ["ContentsRecord", "WhenRecord", "contents", "steps_of", "tokens", "when"]
@@ -133,9 +134,9 @@ def tokens(graph: IndexedDataPipe, step: int) -> Int64s:
     return view.order.fetch(view.samples_of(step))
 
 
-def _windows(node: IndexedDataPipe, numbers: Int64s) -> tuple[IndexedDataPipe, Int64s]:
+def _windows(node: IndexedDataPipe, numbers: Int64s) -> tuple[TokenWindows, Int64s]:
     """Through maps below a blend, down to the windows of tokens."""
-    while not hasattr(node, "starts"):
+    while not isinstance(node, TokenWindows):
         _check_origin(node)
         numbers = node.route(numbers)[1]
         node = node.datapipe
@@ -177,7 +178,7 @@ def _find(node: IndexedDataPipe, source: str, token: int, lo: int, hi: int, name
     """The node's numbers from `lo` up to `hi` that hold the token as a label, and perhaps some around them:
     leaf first, then upwards.
     """
-    if hasattr(node, "numbers_at"):
+    if isinstance(node, TokenWindows):
         if node.name == source:
             names.append(source)
             tokens = node.reader.samples_per_pass
@@ -194,6 +195,6 @@ def _find(node: IndexedDataPipe, source: str, token: int, lo: int, hi: int, name
 
 
 def _source_names(node: IndexedDataPipe) -> "list[str]":
-    if hasattr(node, "numbers_at"):
+    if isinstance(node, TokenWindows):
         return [node.name]
     return [name for child in node.children for name in _source_names(child)]

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import PurePath
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from .core import IndexedDataPipe, Int64s, Unpickled, as_count
 from .errors import ArgumentTypeError, ConfigurationError, TokenIdError
+from .fingerprint import files_fingerprint
 from .formats import TokenLayout, read_layout
 
 __all__ = ["TokenReader"]
@@ -32,6 +32,7 @@ class TokenReader(IndexedDataPipe):
     """
 
     functional_name = "TokenReader"
+    decides_order = False
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class TokenReader(IndexedDataPipe):
         for file in self.files:
             if self.vocab_size is not None and (file.max_token_id or 0) >= self.vocab_size:
                 raise TokenIdError(f"{file.path}: holds token id {file.max_token_id}, vocab_size is {self.vocab_size}")
+        self._content: str | None = None
         self._first = Unpickled()
 
     @property
@@ -109,9 +111,9 @@ class TokenReader(IndexedDataPipe):
         ]
         return np.concatenate(ends)
 
-    @cached_property
+    @property
     def content(self) -> str:
-        """32 hex digits: the fingerprint of the files' contents, never of their paths."""
-        from .fingerprint import files_fingerprint
-
-        return files_fingerprint(self.files)
+        """32 hex digits: the fingerprint of the files' contents, never of their paths; read once."""
+        if self._content is None:
+            self._content = files_fingerprint(self.files)
+        return self._content

@@ -10,13 +10,13 @@ from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count
 from .errors import ArgumentTypeError, ConfigurationError
 from .permute import Permuter, permute_numbers
 from .read import TokenReader
-from .slice import SequenceSlicer
+from .slice import SequenceSlicer, TokenWindows
 
 __all__ = ["SequenceResizer"]
 
 
 @functional_datapipe("resize_sequences")
-class SequenceResizer(IndexedDataPipe):
+class SequenceResizer(TokenWindows):
     """Goes on from a permuted `slice_sequences(S, unit=U)` with another length (functional:
     `resize_sequences`). Item 0 is the first window of what was not seen; later epochs are whole again.
 
@@ -126,16 +126,7 @@ class SequenceResizer(IndexedDataPipe):
     def samples_per_pass(self) -> int:
         return self._later
 
-    @property
-    def end(self) -> int:
-        return MAX_NUMBER
-
-    @property
-    def finite(self) -> bool:
-        return False
-
     def starts(self, numbers: Int64s) -> Int64s:
-        """(n,) numbers → (n,) the places of their first tokens in the reader."""
         epoch, order, seen = self._located(numbers)
         units = self._slicer.units
         place = permute_numbers(epoch * units + order, units, units, MAX_NUMBER, self._permuter._key)
@@ -160,11 +151,9 @@ class SequenceResizer(IndexedDataPipe):
         return epoch, order, seen
 
     def epoch_of(self, numbers: Int64s) -> Int64s:
-        """(n,) numbers → (n,) which time round the source each belongs to, from 0."""
         return self._located(numbers)[0]
 
     def numbers_at(self, token: int, hi: int, lo: int = 0) -> Int64s:
-        """All numbers from `lo` up to `hi` whose window has this token as a label."""
         unit, rest = divmod(token - 1, self._slicer.unit)
         units = self._slicer.units
         found: list[int] = []

@@ -34,6 +34,7 @@ class RankSharder(IndexedDataPipe):
 
     functional_name = "shard_ranks"
     trunk = True
+    decides_order = False
     in_order = False
 
     def __init__(self, datapipe: IndexedDataPipe, topology: Topology, seed: "int | None" = None) -> None:

@@ -9,11 +9,39 @@ from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count
 from .errors import ArgumentTypeError, ConfigurationError
 from .read import TokenReader
 
-__all__ = ["SequenceSlicer"]
+__all__ = ["SequenceSlicer", "TokenWindows"]
+
+
+class TokenWindows(IndexedDataPipe):
+    """A node that makes rows of tokens: windows of one reader, epoch after epoch without an end."""
+
+    @property
+    def reader(self) -> TokenReader:
+        raise NotImplementedError
+
+    @property
+    def end(self) -> int:
+        return MAX_NUMBER
+
+    @property
+    def finite(self) -> bool:
+        return False
+
+    def starts(self, numbers: Int64s) -> Int64s:
+        """(n,) numbers → (n,) the places of their first tokens in the reader."""
+        raise NotImplementedError
+
+    def epoch_of(self, numbers: Int64s) -> Int64s:
+        """(n,) numbers → (n,) which time round the source each belongs to, from 0."""
+        raise NotImplementedError
+
+    def numbers_at(self, token: int, hi: int, lo: int = 0) -> Int64s:
+        """All numbers from `lo` up to `hi` whose window has this token as a label."""
+        raise NotImplementedError
 
 
 @functional_datapipe("slice_sequences")
-class SequenceSlicer(IndexedDataPipe):
+class SequenceSlicer(TokenWindows):
     """Cuts a token space into windows that overlap by the label token (functional: `slice_sequences`).
 
     Window k holds tokens [k·S, k·S + S], of which [k·S + 1, k·S + S] are labels: every token but the first
@@ -83,16 +111,7 @@ class SequenceSlicer(IndexedDataPipe):
     def samples_per_pass(self) -> int:
         return self.units * (self.unit // self._length)
 
-    @property
-    def end(self) -> int:
-        return MAX_NUMBER
-
-    @property
-    def finite(self) -> bool:
-        return False
-
     def starts(self, numbers: Int64s) -> Int64s:
-        """(n,) numbers → (n,) the places of their first tokens in the reader."""
         within = numbers % self.samples_per_pass
         if self.unit == self._length:
             return within * self._length
@@ -100,7 +119,6 @@ class SequenceSlicer(IndexedDataPipe):
         return unit * self.unit + part * self._length
 
     def numbers_at(self, token: int, hi: int, lo: int = 0) -> Int64s:
-        """All numbers from `lo` up to `hi` whose window has this token as a label, one an epoch."""
         place = token - 1
         unit, rest = divmod(place, self.unit)
         if place < 0 or unit >= self.units:
@@ -110,5 +128,4 @@ class SequenceSlicer(IndexedDataPipe):
         return np.arange(epoch * self.samples_per_pass + within, hi, self.samples_per_pass, dtype=np.int64)
 
     def epoch_of(self, numbers: Int64s) -> Int64s:
-        """(n,) numbers → (n,) which time round the source each belongs to, from 0."""
         return numbers // self.samples_per_pass

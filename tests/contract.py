@@ -15,6 +15,7 @@ import torch
 from tokenpipe.adapters import list_dps, traverse_dps
 from tokenpipe.datapipes import MAX_NUMBER, IndexedDataPipe
 from tokenpipe.datapipes.errors import ArgumentTypeError, OutOfRangeError
+from tokenpipe.datapipes.slice import TokenWindows
 from tokenpipe.reading_services import DataLoader2
 
 
@@ -103,7 +104,7 @@ def check_routes(node: IndexedDataPipe, n: int) -> None:
         source, routed = node.route(numbers)
     except (ValueError, IndexError):  # an item of zip has no single origin; readers have no children
         return
-    if not node.children or hasattr(node, "starts") or node.functional_name == "batch_samples":
+    if not node.children or isinstance(node, TokenWindows) or node.functional_name == "batch_samples":
         return
     assert source.dtype == routed.dtype == np.int64
     assert ((source >= 0) & (source < len(node.children))).all()

@@ -95,8 +95,6 @@ def test_every_functional_name_has_its_typed_method():
 
 @pytest.mark.parametrize("module", modules())
 def test_doctests(module):
-    if module.endswith("_kernels_numba"):
-        pytest.skip("compiled kernels have no doctests, and importing them costs numba")
     failed, _ = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert failed == 0
 
