@@ -83,11 +83,15 @@ def assert_within_the_bound(blend, weights, first, stop, closest=CLOSEST):
 shares = st.lists(st.one_of(st.integers(1, 20), st.floats(1e-4, 1e4)), min_size=1, max_size=12)
 
 
+def some_positive(weights: "list[int]") -> "list[int]":
+    return weights if any(weights) else [1] * len(weights)
+
+
 @st.composite
 def changing_weights(draw, most_changes=8):
     """Weights of one to seven sources, and changes of them: some sources dropped, some taken up again."""
     n = draw(st.integers(1, 7))
-    one = st.lists(st.one_of(st.just(0), st.integers(1, 1000)), min_size=n, max_size=n).filter(any)
+    one = st.lists(st.one_of(st.just(0), st.integers(1, 1000)), min_size=n, max_size=n).map(some_positive)
     gaps = draw(st.lists(st.integers(0, 60), max_size=most_changes))
     return n, draw(one), [(gap, draw(one)) for gap in gaps]
 
@@ -594,7 +598,7 @@ def run_of(token_file, topology=None, micro_batch=4, **options):
     return graph.batch_samples(micro_batch, global_batch_size=8).collate_causal_lm(source_ids=True)
 
 
-one_weights = st.lists(st.one_of(st.just(0), st.integers(1, 100)), min_size=3, max_size=3).filter(any)
+one_weights = st.lists(st.one_of(st.just(0), st.integers(1, 100)), min_size=3, max_size=3).map(some_positive)
 
 
 @settings(max_examples=25)

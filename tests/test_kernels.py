@@ -68,7 +68,9 @@ def phases(draw):
     """One to four phases over the same sources, as the arrays that the kernels take."""
     n = draw(st.integers(1, 6))
     top = draw(st.sampled_from([3, 1000, 2**32, 2**49]))
-    one = st.lists(st.one_of(st.just(0), st.integers(1, top)), min_size=n, max_size=n).filter(any)
+    one = st.lists(st.one_of(st.just(0), st.integers(1, top)), min_size=n, max_size=n).map(
+        lambda w: w if any(w) else [1] * n
+    )
     changes = [WeightChange(0, tuple(draw(one)))]
     for gap in draw(st.lists(st.one_of(st.integers(1, 50), st.integers(1, 2**60)), max_size=3)):
         changes.append(WeightChange(changes[-1].number + gap, tuple(draw(one))))
