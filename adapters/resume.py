@@ -2,7 +2,7 @@
 
 from ..datapipes._torch import DataPipe
 from ..datapipes.bound import Skipper
-from ..datapipes.core import IndexedDataPipe, as_count
+from ..datapipes.core import IndexedDataPipe, as_count, sample_node
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError
 from .base import Adapter
 from .surgery import rewritten
@@ -27,9 +27,7 @@ class ResumeSkip(Adapter):
             raise ArgumentTypeError(
                 f"a stream ({type(datapipe).__name__}) has no sample numbers, so it cannot be skipped to one"
             )
-        node = datapipe
-        while node.topology is not None or node.steps is not None:
-            node = node.datapipe
+        node = sample_node(datapipe)
         order = node.datapipe if isinstance(node, Skipper) else node
         samples = self.consumed_samples - order.first_sample
         if samples < 0:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._torch import functional_datapipe
-from .core import ROUTE_AHEAD, IndexedDataPipe, Int64s, Unpickled, as_count
+from .core import ROUTE_AHEAD, IndexedDataPipe, Int64s, Unpickled, as_count, sample_node
 from .errors import BatchSizeError, ConfigurationError
 from .gather import plan_of, stacked
 from .steps import StepTable, as_schedule
@@ -64,7 +64,7 @@ class SampleBatcher(IndexedDataPipe):
         child = self.datapipe
         if child.steps is not None:
             raise ConfigurationError("batch_samples stands once in a graph")
-        order = self._order()
+        order = sample_node(child)
         self._bound = order.first_sample + order.end if child.finite else None
         if self._bound is None or child.first_sample < self._bound:  # the end of a run is a boundary too
             self._steps.check_from(child.first_sample)
@@ -83,13 +83,6 @@ class SampleBatcher(IndexedDataPipe):
         copy.__dict__.update(self.__dict__)
         copy._steps, copy._plan = steps, Unpickled()
         return copy
-
-    def _order(self) -> IndexedDataPipe:
-        """The node whose numbers are the run's samples: the sharder's child, or ours."""
-        node = self.datapipe
-        while node.topology is not None and node.trunk:
-            node = node.datapipe
-        return node
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -159,7 +152,7 @@ class SampleBatcher(IndexedDataPipe):
             yield from self._made_rows(numbers, samples, valid, columns)
             return
         # windows of tokens: from the sample numbers on, so that the sharder is asked only once
-        order = self._order()
+        order = sample_node(child)
         plan = plan_of(order)
         if valid is None:
             sources, places = plan.starts(samples - order.first_sample)

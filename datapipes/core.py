@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .steps import StepTable
     from .topology import Topology
 
-__all__ = ["MAX_NUMBER", "IndexedDataPipe", "Int64s", "as_count", "as_numbers"]
+__all__ = ["MAX_NUMBER", "IndexedDataPipe", "Int64s", "as_count", "as_numbers", "sample_node"]
 
 Int64s = npt.NDArray[np.int64]
 
@@ -323,3 +323,13 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
     def __repr__(self) -> str:
         text = ", ".join(f"{key}={value!r}" for key, value in self.settings.items())
         return f"{type(self).__name__}({text})"
+
+
+def sample_node(graph: IndexedDataPipe) -> IndexedDataPipe:
+    """The topmost node whose items are the run's samples, in its global order: below sharder and batcher.
+
+    Its item 0 is sample number `first_sample`; the run ends at `first_sample + end`.
+    """
+    while graph.topology is not None or graph.steps is not None:
+        graph = graph.datapipe
+    return graph

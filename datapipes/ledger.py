@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .core import IndexedDataPipe, Int64s, as_count
+from .core import IndexedDataPipe, Int64s, as_count, sample_node
 from .errors import ConfigurationError, OutOfRangeError
 from .fingerprint import order_of
 from .gather import Routes, makes_items
@@ -51,16 +51,15 @@ class _View:
     def __init__(self, graph: IndexedDataPipe) -> None:
         self.steps, self.micro_batch_size = steps_of(graph)
         self.sharder: RankSharder | None = None
-        self.bound = order_of(graph).end
         self.first = graph.first_sample
+        self.order = order_of(graph)
+        samples = sample_node(graph)
+        self.bound = samples.first_sample + samples.end
         node = graph
-        while node.trunk:
+        while node is not samples:
             if isinstance(node, RankSharder):
                 self.sharder = node
-            if node.topology is None and node.steps is None:
-                self.bound = min(self.bound, node.first_sample + node.end)
             node = node.datapipe
-        self.order = node
         if graph.finite and graph.steps is not None and graph.tail != "uneven":
             # a limit above the batcher, or an incomplete last step that is dropped
             self.bound = min(self.bound, self.first + graph.end * self.steps.unit)

@@ -27,7 +27,9 @@ class SequenceResizer(TokenWindows):
                           seen    unseen                      r = 2
 
     So what was seen is always a short list of (units in order, tokens seen of each), whatever the lengths
-    were, and one more change adds one entry. At most one window a unit is lost to the new grid.
+    were, and one more change adds one entry. At most one window a unit is lost to the new grid. The windows
+    that are left are numbered anew, round by round from the first unit in order: resized to the length it had, a
+    half-done round goes on with other units first.
 
     Args:
         datapipe: a Permuter over a unit slicer, or a SequenceResizer.

@@ -9,7 +9,7 @@ from typing import Any
 from ..adapters.journal import ApplyJournal
 from ..adapters.resume import ResumeSkip
 from ..datapipes.bound import Once
-from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count
+from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count, sample_node
 from ..datapipes.errors import JournalError, OutOfRangeError
 from ..datapipes.journal import Journal, WeightsEntry, blend_to_change
 from ..datapipes.ledger import steps_of
@@ -53,9 +53,7 @@ class IndexedRun:
         return consumed
 
     def _last_sample(self) -> int:
-        node = self.graph
-        while node.topology is not None or node.steps is not None:
-            node = node.datapipe
+        node = sample_node(self.graph)
         return node.first_sample + node.end
 
     def next_step(self) -> int:
