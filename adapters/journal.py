@@ -28,9 +28,7 @@ class ApplyJournal(Adapter):
             raise ArgumentTypeError(f"a stream ({type(datapipe).__name__}) has no journal")
         graph = datapipe
         paths = {name: path_to_blend(graph, name) for name in {entry.blend for entry in self.journal.weights}}
-        for name, path in sorted(paths.items(), key=lambda item: len(item[1])):  # outer blends first
-            if not path:
-                raise JournalError(f"the journal changes the weights of blend {name!r}, which the graph lacks")
+        for name, _ in sorted(paths.items(), key=lambda item: len(item[1])):  # outer blends first
             graph = self._changed(graph, name)
         if self.journal.breakpoints is not None:
             node = graph

@@ -10,7 +10,7 @@ The files of this package in the order in which a token passes them:
     combine.py map, zip, concat                   recipe.py   read_tokens
 
 and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, journal.py (what
-changed during the run), ledger.py (contents, when), fingerprint.py, tree.py, errors.py.
+changed during the run), ledger.py (contents, when), filemap.py, fingerprint.py, tree.py, errors.py.
 
     >>> import tempfile, numpy as np
     >>> path = tempfile.mkdtemp() + "/prose.npy"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._torch import functional_datapipe
-from .core import ROUTE_AHEAD, IndexedDataPipe, Int64s, Unpickled, as_count, sample_node
+from .core import MAX_NUMBER, IndexedDataPipe, Int64s, Unpickled, as_count, in_blocks, sample_node
 from .errors import BatchSizeError, ConfigurationError
 from .gather import plan_of, stacked
 from .steps import StepTable, as_schedule
@@ -120,6 +120,9 @@ class SampleBatcher(IndexedDataPipe):
             whole = self._steps.start(last + 1)
         return max(0, whole - child.first_sample) // self.unit
 
+    def source_bound(self, source: int, hi: int) -> int:
+        return min(hi * self.micro_batch_size, MAX_NUMBER)
+
     def sample_numbers(self, numbers: Int64s) -> Int64s:
         """(n,) batches → (n,) the sample numbers of their first rows."""
         return self.datapipe.sample_numbers(numbers * self.micro_batch_size)
@@ -134,11 +137,7 @@ class SampleBatcher(IndexedDataPipe):
 
     def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Rows]:
         stop = self.end if stop is None else min(stop, self.end)
-        block = 1
-        while start < stop:
-            yield from self._rows(np.arange(start, min(start + block, stop), dtype=np.int64))
-            start += block
-            block = min(block * 4, ROUTE_AHEAD)
+        return in_blocks(self._rows, start, stop)
 
     def _rows(self, batches: Int64s, columns: Any = None) -> Iterator[Rows]:
         """All batches routed at once; each then gathered only when it is asked for."""

@@ -1,5 +1,6 @@
 """Where a run begins and ends: skip, limit, once. None of them is part of the order's fingerprint."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,10 @@ class Skipper(IndexedDataPipe):
     def source_bound(self, source: int, hi: int) -> int:
         return hi + self.samples if hi else 0
 
+    def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Any]:
+        stop = self.end if stop is None else min(stop, self.end)
+        return self.datapipe.iterate(start + self.samples, stop + self.samples)
+
 
 @functional_datapipe("limit")
 class Limiter(IndexedDataPipe):
@@ -100,6 +105,11 @@ class Limiter(IndexedDataPipe):
             unit = child.steps.unit
             self._end = max(0, child.steps.start(self.count) - child.first_sample) // unit
         elif self.kind == "passes":
+            if child.finite and self.count > 1:
+                raise ConfigurationError(
+                    f"limit(passes={self.count}): the graph below ends after one pass of {len(child)}; leave out its "
+                    "own once or limit"
+                )
             whole = child.end + child.skipped_items if child.finite else child.samples_per_pass
             self._end = max(0, self.count * whole - (child.skipped_items if batched or dealt else 0))
         else:
@@ -115,6 +125,9 @@ class Limiter(IndexedDataPipe):
     @property
     def end(self) -> int:
         return self._end
+
+    def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Any]:
+        return self.datapipe.iterate(start, self.end if stop is None else min(stop, self.end))
 
     @property
     def finite(self) -> bool:

@@ -169,6 +169,15 @@ class Concater(IndexedDataPipe):
         found = np.where(fits, epoch, 0) * self.samples_per_pass + within + self._firsts[source]
         return np.where(fits, found, -1)
 
+    def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Any]:
+        stop = self.end if stop is None else min(stop, self.end)
+        while start < stop:
+            (source,), (number,) = self.route(np.array([start], np.int64))
+            epoch = start // self.samples_per_pass
+            here = min(stop, epoch * self.samples_per_pass + int(self._firsts[source + 1])) - start
+            yield from self.children[source].iterate(int(number), int(number) + here)
+            start += here
+
     def source_bound(self, source: int, hi: int) -> int:
         first, stop = int(self._firsts[source]), int(self._firsts[source + 1])
         epoch, within = divmod(hi, self.samples_per_pass)

@@ -12,7 +12,7 @@ Nodes that only re-order say which of their children's numbers each of theirs is
 
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -65,6 +65,30 @@ def as_numbers(numbers: Any) -> Int64s:
     return np.ascontiguousarray(numbers, dtype=np.int64)
 
 
+def in_blocks(
+    make: "Callable[[Int64s], Iterable[Any]]", start: int, stop: int, ahead: int = ROUTE_AHEAD
+) -> Iterator[Any]:
+    """The items that `make` gives for the numbers from `start` to `stop`, asked for in growing blocks.
+
+    A block that fails is asked for again one by one: so an error comes at its own item, wherever one began.
+    """
+    block = 1
+    while start < stop:
+        numbers = np.arange(start, min(start + block, stop), dtype=np.int64)
+        try:
+            items = iter(make(numbers))
+            first = next(items)
+        except Exception:
+            if numbers.size == 1:
+                raise
+            block = 1
+            continue
+        yield first
+        yield from items
+        start += block
+        block = min(block * 4, ahead)
+
+
 class Unpickled:
     """A box for what must stay in this process (maps, plans, locks): pickled or forked, it arrives empty."""
 
@@ -103,8 +127,8 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
     """Whether the node may stand between the order and the batches without changing the order: skip, limit,
     once, map, shard, batch, collate. Such a node has one child."""
     decides_order: bool = True
-    """Whether `settings` are part of the order's fingerprint: not those of readers (their contents are), of
-    maps (they decide items, not places) and of sharders (ranks are views on one order)."""
+    """Whether the node is part of the order's fingerprint: not a reader (its contents are), nor a map (it
+    decides items, not places)."""
     in_order: bool = True
     """Whether the numbers [0, n) of the node use [0, m) of each child, for some m: false for permutes."""
 
@@ -134,6 +158,11 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
     def settings(self) -> dict[str, Any]:
         """JSON-able arguments that decide the order of the items."""
         return {}
+
+    @property
+    def order_settings(self) -> dict[str, Any]:
+        """Those of the settings that decide the order, where the node stands below the run's own trunk."""
+        return self.settings
 
     @property
     def content(self) -> str:
@@ -274,13 +303,11 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
 
     def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Any]:
         """The items from number `start` on, up to `stop` (default: `end`), routed in blocks ahead."""
+        from .gather import plan_of
+
         stop = self.end if stop is None else min(stop, self.end)
-        block = 1
-        while start < stop:
-            numbers = np.arange(start, min(start + block, stop), dtype=np.int64)
-            yield from self.fetch(numbers)
-            start += block
-            block = min(block * 4, ROUTE_AHEAD)
+        ahead = ROUTE_AHEAD if plan_of(self).gather is not None else 1  # items that are made are made one by one
+        return in_blocks(self.fetch, start, stop, ahead)
 
     def checked(self, numbers: Any) -> Int64s:
         """`numbers` as int64 (n,), each of which exists. Raises ArgumentTypeError, OutOfRangeError."""

@@ -76,6 +76,13 @@ def source_contents(graph: "IndexedDataPipe") -> "dict[str, str]":
     return found
 
 
+def _brief(names: "list[str]") -> "list[str] | str":
+    """The names in order where they are few and short, else their digest: states are small."""
+    if len(names) <= 8 and sum(map(len, names)) <= 160:
+        return names
+    return hashlib.blake2b(json.dumps(names).encode(), digest_size=8).hexdigest()
+
+
 def describe_order(graph: "IndexedDataPipe") -> "dict[str, str]":
     """{"node@source": settings} of what decides the order, without the files' contents.
 
@@ -88,11 +95,14 @@ def describe_order(graph: "IndexedDataPipe") -> "dict[str, str]":
             kind = node.functional_name
             while f"{kind}{place}" in lines:
                 kind += "'"
-            lines[f"{kind}{place}"] = json.dumps(node.settings, sort_keys=True, separators=(",", ":"))
-        several = len(node.children) > 1 or node.functional_name == "blend"
+            several = len(node.children) > 1
+            which = {"sources": _brief([child.name for child in node.children])} if several else {}
+            settings = {**node.order_settings, **which}
+            lines[f"{kind}{place}"] = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         for i, child in enumerate(node.children):
             name = (child.name or str(i)).replace("~", "~0").replace("/", "~1")
-            walk(child, f"{place}{'/' if place else '@'}{name}" if several else place)
+            fork = len(node.children) > 1 or node.functional_name == "blend"
+            walk(child, f"{place}{'/' if place else '@'}{name}" if fork else place)
 
     walk(order_of(graph), "")
     return lines

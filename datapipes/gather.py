@@ -5,8 +5,6 @@ copied by a single call into compiled code. Else (a mapped sample, zipped graphs
 each node makes its own items, and they are put back in order.
 """
 
-import mmap
-import resource
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s
-from .errors import ConfigurationError, TokenFileError, TokenIdError
+from .errors import ConfigurationError, TokenIdError
+from .filemap import FileMap
 from .kernels import kernel
 from .read import TokenReader
 from .slice import TokenWindows
@@ -22,10 +21,14 @@ from .slice import TokenWindows
 __all__ = ["Routes", "TokenGather", "fetch_items", "plan_of"]
 
 
+MOST_MAPS = 16_384
+"""Maps of one gather; a Linux process may have 65,530 by default."""
+
+
 class TokenGather:
     """The files of some readers as one table, mapped on demand, and the gather over it.
 
-    Maps are dropped again, oldest first, beyond half the process's limit on open files.
+    Maps hold no file descriptors; beyond MOST_MAPS they are dropped again, oldest first.
     """
 
     def __init__(self, readers: Sequence[TokenReader]) -> None:
@@ -42,8 +45,7 @@ class TokenGather:
         self.itemcode = np.array([file.itemcode for file in self.files], np.int64)
         self.address = np.zeros(len(self.files), np.uint64)
         self.arrays: list[np.ndarray | None] = [None] * len(self.files)
-        self._open: dict[int, mmap.mmap] = {}
-        self._most = max(16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+        self._open: dict[int, FileMap] = {}
         self._lock = threading.Lock()  # a map may not be dropped while another thread copies from it
 
     def rows(self, starts: Int64s, width: int, columns: "Sequence[tuple[int, int]] | None" = None) -> Int64s:
@@ -84,20 +86,11 @@ class TokenGather:
         needed = {f for a, b in zip(low.tolist(), high.tolist(), strict=True) for f in range(a, b)}
         for f in sorted(needed - self._open.keys()):
             file = self.files[f]
-            try:
-                with file.local.open("rb") as handle:
-                    view = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise TokenFileError(f"{file.path}: cannot be mapped: {error}") from error
-            if len(view) != file.size:
-                raise TokenFileError(
-                    f"{file.path}: {len(view)} bytes now, {file.size} when the graph was built: it was cut or "
-                    "written to"
-                )
-            array = np.frombuffer(view, file.dtype, file.tokens, file.offset)
-            self._open[f], self.arrays[f] = view, array
-            self.address[f] = array.ctypes.data
-        for f in [f for f in self._open if f not in needed][: max(0, len(self._open) - self._most)]:
+            view = FileMap(file.local, file.size)
+            self._open[f] = view
+            self.address[f] = view.address + file.offset
+            self.arrays[f] = view.array(file.dtype, file.offset, file.tokens)
+        for f in [f for f in self._open if f not in needed][: max(0, len(self._open) - MOST_MAPS)]:
             self.address[f], self.arrays[f] = 0, None
             self._open.pop(f).close()
 

@@ -43,30 +43,50 @@ class Journal:
         return replace(self, weights=(*kept, entry))
 
 
-def path_to_blend(graph: IndexedDataPipe, blend: str = "") -> "list[tuple[IndexedDataPipe, int]]":
-    """[(node, index of the child to go to), …] from the top to the blend of that name; ("": the topmost).
+Path = list[tuple[IndexedDataPipe, int]]
+"""[(node, index of the child to go to), …] from the top down to a blend, which has index −1."""
 
-    The blend itself comes last, with index −1; [] where there is none.
+
+def blends_in(graph: IndexedDataPipe, top: bool = True) -> "Iterator[tuple[str | None, Path]]":
+    """Every blend of a graph, by its name in the journal: "" is the topmost one of a graph that has just one
+    way down to it, the others go by the name they were given, if they were.
     """
-    if isinstance(graph, Blender) and blend in ("", graph.given_name):
-        return [(graph, -1)]
+    if isinstance(graph, Blender):
+        yield ("" if top else graph.given_name or None), [(graph, -1)]
+        top = False
     for index, child in enumerate(graph.children):
-        if below := path_to_blend(child, blend):
-            return [(graph, index), *below]
-    return []
+        for name, path in blends_in(child, top and len(graph.children) == 1):
+            yield name, [(graph, index), *path]
+
+
+def path_to_blend(graph: IndexedDataPipe, blend: str = "") -> Path:
+    """The way to the blend of that name in the journal. Raises JournalError where there is none, or two."""
+    paths = {id(path[-1][0]): path for name, path in blends_in(graph) if name == blend}
+    if len(paths) != 1:
+        which = f"blend named {blend!r}" if blend else "blend at its top"
+        raise JournalError(
+            f"this graph has {'no' if not paths else 'more than one'} {which}, so its weights cannot be changed"
+        )
+    return next(iter(paths.values()))
 
 
 def blend_to_change(graph: IndexedDataPipe, sources: "list[str] | None" = None, blend: str = "") -> tuple[Blender, str]:
     """(the blend whose weights shall change, its name in the journal): the one that has these sources, else
-    the one of that name, else the topmost. Raises JournalError where its weights cannot change.
+    the one of that name. Raises JournalError where its weights cannot change.
     """
     if sources is not None:
-        blend = next((name for name, names in _blends(graph) if set(names) == set(sources)), blend)
+        found = {
+            id(path[-1][0]): name
+            for name, path in blends_in(graph)
+            if isinstance(path[-1][0], Blender) and set(path[-1][0].sources) == set(sources)
+        }
+        if len(found) > 1 or None in found.values():
+            raise JournalError(
+                f"{len(found)} blend(s) have the sources {', '.join(map(repr, sources))}, and a change must name one: "
+                "give each a name of its own (blend(..., name=...)) and its sources other names"
+            )
+        blend = next(iter(found.values()), blend) or ""
     path = path_to_blend(graph, blend)
-    if not path:
-        raise JournalError(
-            f"this graph has no blend{f' named {blend!r}' if blend else ''}, so it has no weights to update"
-        )
     for node, _ in path[:-1]:
         if isinstance(node, Once):
             raise JournalError("once() is a pass in which each sample comes exactly once; it has no weights to update")
@@ -75,14 +95,6 @@ def blend_to_change(graph: IndexedDataPipe, sources: "list[str] | None" = None, 
                 f"{type(node).__name__} stands above the blend: what was consumed is no prefix of the blend, so new "
                 "weights would repeat and lose samples; permute each source below the blend instead"
             )
-    found = path[-1][0]
-    assert isinstance(found, Blender)
-    return found, blend
-
-
-def _blends(graph: IndexedDataPipe, top: bool = True) -> "Iterator[tuple[str, tuple[str, ...]]]":
-    if isinstance(graph, Blender):
-        yield ("" if top else graph.given_name), graph.sources
-        top = False
-    for child in graph.children:
-        yield from _blends(child, top)
+    target = path[-1][0]
+    assert isinstance(target, Blender)
+    return target, blend

@@ -13,7 +13,7 @@ from .shard import RankSharder
 from .slice import TokenWindows
 from .steps import StepTable
 
-__all__ = ["ContentsRecord", "WhenRecord", "contents", "steps_of", "tokens", "when"]
+__all__ = ["ContentsRecord", "WhenRecord", "contents", "end_of_run", "steps_of", "tokens", "when"]
 
 
 class ContentsRecord(NamedTuple):
@@ -97,6 +97,11 @@ def steps_of(graph: IndexedDataPipe) -> tuple[StepTable, int]:
         return graph.steps, node.micro_batch_size
     dp = graph.topology.dp_size if graph.topology else 1
     return StepTable.of(((0, dp),), dp), 1
+
+
+def end_of_run(graph: IndexedDataPipe) -> int:
+    """The sample number at which a graph's run ends; 2**63 − 1 if it does not."""
+    return _View(graph).bound
 
 
 def contents(graph: IndexedDataPipe, step: int) -> "list[ContentsRecord]":

@@ -54,7 +54,7 @@ class Permuter(IndexedDataPipe):
     Over `slice_sequences(S, unit=U)` the *units* are permuted, in the same order for every part.
 
     Args:
-        seed: any integer; the key also takes in the source's name, so one seed may serve all sources.
+        seed: 0 … 2**63 − 2; the key also takes in the source's name, so one seed may serve all sources.
         window: permute only within windows of this many samples (locality on slow storage); below a
             blend, never above it.
     """

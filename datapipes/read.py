@@ -56,7 +56,7 @@ class TokenReader(IndexedDataPipe):
             if self.vocab_size is not None and (file.max_token_id or 0) >= self.vocab_size:
                 raise TokenIdError(f"{file.path}: holds token id {file.max_token_id}, vocab_size is {self.vocab_size}")
         self._content: str | None = None
-        self._first = Unpickled()
+        self._first, self._gather = Unpickled(), Unpickled()
 
     @property
     def name(self) -> str:
@@ -94,9 +94,9 @@ class TokenReader(IndexedDataPipe):
     def fetch(self, numbers: Any, columns: Any = None) -> Any:
         from .gather import TokenGather
 
-        if self._plan.value is None:
-            self._plan.value = TokenGather([self])
-        return self._plan.value.rows(self.checked(numbers), 1)[:, 0]
+        if self._gather.value is None:
+            self._gather.value = TokenGather([self])
+        return self._gather.value.rows(self.checked(numbers), 1)[:, 0]
 
     def file_of(self, tokens: Int64s) -> tuple[Int64s, Int64s]:
         """(n,) tokens → ((n,) index of the file that holds each, (n,) its place in that file)."""

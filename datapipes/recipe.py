@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from .core import IndexedDataPipe, as_count
@@ -23,7 +24,7 @@ def read_tokens(
 
     Args:
         spec: a path; a list of paths (each a source, unweighted: every epoch takes all of each); or
-            {path: weight}.
+            {path: weight}. A source is named by its file's stem, and its folders where stems are alike.
         sequence_length: tokens a row; a row also carries the label token after them.
         seed: of every source's permutation; with order="nanoset", of Nanoset's shuffle.
         dtype: for raw files.
@@ -45,7 +46,8 @@ def read_tokens(
         raise ConfigurationError("spec names no token file")
     if order not in (None, "nanoset"):
         raise ConfigurationError(f"order is {order!r}; None (the blend) or 'nanoset' would do")
-    slices = [TokenReader(path, dtype=dtype).slice_sequences(sequence_length) for path in paths]
+    readers = [TokenReader(path, dtype, name) for path, name in zip(paths, _names(paths), strict=True)]
+    slices = [reader.slice_sequences(sequence_length) for reader in readers]
     if order == "nanoset":
         if num_samples is None:
             raise ConfigurationError(
@@ -56,3 +58,20 @@ def read_tokens(
     first, *others = [node.permute(seed) for node in slices]
     graph: IndexedDataPipe = first.blend(*others, weights=weights)
     return graph if num_samples is None else graph.limit(samples=as_count("num_samples", num_samples))
+
+
+def _names(paths: "list[Any]") -> "list[str | None]":
+    """A reader's default name (None: its stem) where that is one source's alone, else with as much of the
+    folders as tells them apart: "wiki/tokens" and "code/tokens".
+    """
+    if not all(isinstance(path, (str, os.PathLike)) for path in paths):
+        return [None] * len(paths)  # the readers say what is wrong with them
+    ways = [PurePath(os.fspath(path)).with_suffix("").parts for path in paths]
+    names: list[str | None] = []
+    for way in ways:
+        alike = {other for other in ways if other[-1:] == way[-1:]}
+        depth = 1
+        while depth < len(way) and sum(other[-depth:] == way[-depth:] for other in alike) > 1:
+            depth += 1
+        names.append("/".join(way[-depth:]) if len(alike) > 1 else None)
+    return names

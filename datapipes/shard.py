@@ -34,7 +34,6 @@ class RankSharder(IndexedDataPipe):
 
     functional_name = "shard_ranks"
     trunk = True
-    decides_order = False
     in_order = False
 
     def __init__(self, datapipe: IndexedDataPipe, topology: Topology, seed: "int | None" = None) -> None:
@@ -53,6 +52,10 @@ class RankSharder(IndexedDataPipe):
     @property
     def settings(self) -> dict[str, Any]:
         return {"topology": str(self._topology), "seed": self.seed}
+
+    @property
+    def order_settings(self) -> dict[str, Any]:
+        return {"dp_size": self._topology.dp_size, "seed": self.seed}  # the rank never: states are the same on all
 
     @property
     def topology(self) -> Topology:

@@ -265,8 +265,9 @@ class DataLoader2:
         self._drop_items(f"the loader was moved to step {step}")
 
     def restart(self) -> None:
-        """The same as seek(0)."""
-        self.seek(0)
+        """From the run's first sample on: seek(0), or what a `skip` in the graph begins with."""
+        self._indexed("restart").restart()
+        self._drop_items("the loader was restarted")
 
     def update_weights(self, weights: Any, temperature: "float | None" = None) -> None:
         """New weights of a blend from the first step on of which nothing was delivered.

@@ -9,10 +9,10 @@ from typing import Any
 from ..adapters.journal import ApplyJournal
 from ..adapters.resume import ResumeSkip
 from ..datapipes.bound import Once
-from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count, sample_node
+from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count
 from ..datapipes.errors import JournalError, OutOfRangeError
 from ..datapipes.journal import Journal, WeightsEntry, blend_to_change
-from ..datapipes.ledger import steps_of
+from ..datapipes.ledger import end_of_run, steps_of
 from ..datapipes.steps import Schedule, StepTable
 from .state import MOST_BYTES, State, check_same_order, identity_of, parse_state, size_of
 
@@ -47,14 +47,11 @@ class IndexedRun:
     @property
     def consumed_samples(self) -> int:
         """Samples that are done, over all ranks; what was prefetched but not delivered does not count."""
-        consumed = self.graph.first_sample + self.delivered * self._table.unit
-        if self.graph.finite:
-            consumed = min(consumed, self._last_sample())
-        return consumed
-
-    def _last_sample(self) -> int:
-        node = sample_node(self.graph)
-        return node.first_sample + node.end
+        if not self.graph.finite:
+            return self.graph.first_sample + self.delivered * self._table.unit
+        end = end_of_run(self.graph)
+        # at an uneven end some ranks have had an item less; what is through is through on all of them
+        return end if self.through else min(self.graph.first_sample + self.delivered * self._table.unit, end)
 
     def next_step(self) -> int:
         """The first step of which nothing was delivered."""
@@ -83,12 +80,19 @@ class IndexedRun:
     def _sample_of(self, step: int) -> int:
         """Where a step begins; the end, for the step after the last."""
         step = as_count("step", step, 0)
-        sample, last = self._table.start(step), self._last_sample()
+        sample, last = self._table.start(step), end_of_run(self.graph)
         if step and self._table.start(step - 1) < last <= sample:
             return last
         if sample > last or sample >= MAX_NUMBER:
             raise OutOfRangeError(f"step {step} would begin at sample {sample}, but the run ends at sample {last}")
+        if sample < self._begin:
+            raise OutOfRangeError(f"step {step} begins at sample {sample}; this run begins at sample {self._begin}")
         return sample
+
+    def restart(self) -> None:
+        """Goes on from the run's first sample: 0, or what the graph itself skips to."""
+        self.move(self._begin)
+        self.placed = True
 
     # The journal ----------------------------------------------------------------------------------------
 
@@ -100,13 +104,16 @@ class IndexedRun:
         quantised = blend.integer_weights(weights, temperature)
         entry = WeightsEntry(step, self._table.start(step), name, quantised)
         journal = self.journal.with_weights(entry)
-        state = State(self.consumed_samples, journal, self._schedule, *identity_of(self.built))
-        if size_of(state.as_json()) > MOST_BYTES * 3 // 4:  # the rest is for breakpoints that resumes add
+        without = State(self.consumed_samples, journal, self._schedule, {}, {}).as_json()
+        # a quarter is for what the graph is (which is not read here), an eighth for breakpoints of later resumes
+        if size_of(without) > MOST_BYTES * 5 // 8:
             raise JournalError(
                 f"the journal is full ({len(self.journal.weights)} changes of weights): a state has at most "
                 f"{MOST_BYTES // 1024} KiB"
             )
+        through = self.through
         self.move(self.consumed_samples, journal)
+        self.through = through
 
     # State ------------------------------------------------------------------------------------------------
 

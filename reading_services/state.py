@@ -106,8 +106,10 @@ def _setting(order: dict[str, str], key: str) -> "str | None":
 
 
 def mismatches(state: State, graph: IndexedDataPipe) -> list[str]:
-    """What of a saved state is not so in this graph, a line each."""
+    """What of a saved state is not so in this graph, a line each; none only where all is the same."""
     order, sources = identity_of(graph)
+    if (order, sources) == (state.order, state.sources):
+        return []
     found = []
     singly = {key.partition("@")[0] for key in (*state.order, *order) if "@" in key}
     for key in sorted(state.order.keys() | order.keys()):
@@ -125,6 +127,10 @@ def mismatches(state: State, graph: IndexedDataPipe) -> list[str]:
             found.append(f"source {name!r}: {'not in the saved run' if a is None else 'not in this graph'}")
         else:
             found.append(f"source {name!r}: other contents ({', '.join(paths.get(name, []))})")
+    if not found:  # a node that one side has for every source, and the other for some
+        found = [
+            f"{key}: saved {state.order.get(key)}, here {order.get(key)}" for key in state.order.keys() ^ order.keys()
+        ]
     return found
 
 

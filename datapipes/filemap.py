@@ -1,0 +1,71 @@
+"""A file mapped to be read, without a file descriptor kept.
+
+Python's mmap module keeps a duplicate of the descriptor for each map, so a few hundred files under the
+usual limits, or two loaders over the same ones, end in "too many open files". mmap(2) itself needs the
+descriptor only for the call.
+"""
+
+import ctypes
+import mmap
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import TokenFileError
+
+__all__ = ["FileMap"]
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
+
+
+class FileMap:
+    """The whole of a file of `size` bytes, from `address` on, until close().
+
+    Whoever copies from the address keeps the map alive meanwhile. Raises TokenFileError.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.address, self.size = 0, size
+        try:
+            handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise TokenFileError(error.errno, f"cannot be mapped: {error.strerror}", str(path)) from error
+        try:
+            found = os.fstat(handle).st_size
+            if found != size:
+                raise TokenFileError(
+                    f"{path}: {found} bytes now, {size} when the graph was built: it was cut or written to"
+                )
+            address = _libc().mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, handle, 0)
+            if address is None or address == ctypes.c_void_p(-1).value:
+                code = ctypes.get_errno()
+                raise TokenFileError(code, f"cannot be mapped: {os.strerror(code)}", str(path))
+            self.address = address
+        finally:
+            os.close(handle)
+
+    def array(self, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+        """(count,) items from byte `offset` on; not to be used after close()."""
+        block: Any = (ctypes.c_ubyte * self.size).from_address(self.address)
+        array = np.frombuffer(block, dtype, count, offset)
+        array.flags.writeable = False
+        return array
+
+    def close(self) -> None:
+        """Unmaps the file; calling it again does nothing."""
+        if self.address:
+            _libc().munmap(self.address, self.size)
+            self.address = 0
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,257 @@
+"""Runs over graphs that are not the plain one: what resumes must be the rest, or be refused."""
+
+import gc
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tokenpipe.datapipes import TokenReader, Topology, read_tokens
+from tokenpipe.datapipes.errors import (
+    ConfigurationError,
+    JournalError,
+    OutOfRangeError,
+    SourceExhaustedError,
+    StateMismatchError,
+)
+from tokenpipe.reading_services import DataLoader2, InProcessReadingService
+
+
+@pytest.fixture
+def source(token_file):
+    """source("a", samples): windows of 8 tokens of a file of its own."""
+
+    def make(name: str, samples: int = 50):
+        path = token_file(f"{name}.bin", samples * 8 + 1, salt=sum(map(ord, name)))
+        return TokenReader(path, dtype="uint16", name=name).slice_sequences(8)
+
+    return make
+
+
+def batched(graph, micro=2, size=8, topology=None):
+    graph = graph.shard_ranks(topology, seed=3) if topology else graph
+    return graph.batch_samples(micro, global_batch_size=size).collate_causal_lm(sample_numbers=True)
+
+
+def numbers(loader, items=None):
+    found = []
+    for batch, _ in zip(loader, range(items if items is not None else 10**6), strict=False):
+        found += batch["sample_numbers"].tolist()
+    return found
+
+
+# What a state must refuse ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("join", ["union", "weighted", "concat", "zip", "nanoset"])
+def test_sources_in_another_order_are_another_order(source, join):
+    def graph(first, second):
+        return {
+            "union": lambda: first.blend(second),
+            "weighted": lambda: first.blend(second, weights={"a": 0.5, "b": 0.5}),
+            "concat": lambda: first.concat(second),
+            "zip": lambda: first.zip(second),
+            "nanoset": lambda: first.order_nanoset(second, num_samples=60),
+        }[join]()
+
+    a, b = source("a"), source("b")
+    assert graph(a, b).fingerprint() != graph(b, a).fingerprint()
+    state = DataLoader2(graph(a, b)).state_dict()
+    with pytest.raises(StateMismatchError, match="sources"):
+        DataLoader2(graph(b, a)).load_state_dict(state)
+
+
+def test_a_node_that_only_some_sources_have_is_another_order(source):
+    def graph(*permuted):
+        nodes = [source(n).permute(seed=7) if n in permuted else source(n) for n in "abc"]
+        return batched(nodes[0].blend(*nodes[1:], weights=[1, 2, 3]))
+
+    choices = [(), ("a",), ("b",), ("a", "b"), ("a", "b", "c")]
+    for saved in choices:
+        state = DataLoader2(graph(*saved)).state_dict()
+        for here in choices:
+            if here == saved:
+                DataLoader2(graph(*here)).load_state_dict(state)
+            else:
+                with pytest.raises(StateMismatchError, match="permute"):
+                    DataLoader2(graph(*here)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("join", ["zip", "concat"])
+def test_joined_batches_resume_on_the_same_dp_size_and_refuse_others(source, join):
+    def graph(rank, dp):
+        parts = [batched(source(n), 2, 24, Topology(rank, dp)) for n in "ab"]
+        return parts[0].zip(parts[1]) if join == "zip" else parts[0].concat(parts[1])
+
+    loader = DataLoader2(graph(0, 2))
+    for _ in zip(loader, range(5), strict=False):
+        pass
+    state = loader.state_dict()
+    DataLoader2(graph(1, 2)).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="dp_size"):
+        DataLoader2(graph(0, 4)).load_state_dict(state)
+
+
+# Changes of weights ------------------------------------------------------------------------------------------
+
+
+def test_new_weights_below_joined_batches_leave_the_past_as_it_was(source):
+    blend = source("a").blend(source("b"), weights=[1, 1], name="ab")
+    graph = batched(blend, 4, 4).zip(batched(source("c"), 4, 4))
+    loader = DataLoader2(graph)
+    iterator = iter(loader)
+    before = [next(iterator)[0]["input_ids"] for _ in range(10)]
+    loader.update_weights({"a": 1, "b": 0})
+    loader.seek(0)
+    again = iter(loader)
+    assert all((next(again)[0]["input_ids"] == was).all() for was in before)
+    assert all(batch[0]["input_ids"].shape == (4, 8) for batch, _ in zip(again, range(10), strict=False))
+
+
+def test_a_change_goes_to_the_blend_that_has_the_sources_or_is_refused(source):
+    def pair(names, name=""):
+        return source(names[0]).blend(source(names[1]), weights=[1, 1], name=name)
+
+    loader = DataLoader2(pair("ab", "p").concat(pair("cd", "q")))
+    loader.update_weights({"c": 1, "d": 3})
+    assert loader.state_dict()["journal"]["weights"][0][2] == "q"
+    for graph in (pair("ab").concat(pair("cd")), pair("ab", "p").concat(pair("ab", "q"))):
+        with pytest.raises(JournalError, match="name"):
+            DataLoader2(graph).update_weights({"a": 1, "b": 3})
+
+
+def test_new_weights_at_the_end_of_a_run_hold_for_the_next_one(source):
+    loader = DataLoader2(batched(source("a").blend(source("b"), weights=[1, 1])).limit(steps=3))
+    assert len(numbers(loader)) == 24
+    loader.update_weights({"a": 3, "b": 1})
+    assert len(numbers(loader)) == 24
+
+
+# Ends and beginnings ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["steps", "passes"])
+def test_a_limit_above_the_batcher_makes_one_batch_at_a_time(source, kind):
+    made = []
+    graph = batched(source("a", 400)).map(lambda batch: made.append(1) or batch)
+    graph = graph.limit(steps=90) if kind == "steps" else graph.limit(passes=2)
+    iterator = iter(DataLoader2(graph))
+    for n in range(1, 60):
+        next(iterator)
+        assert len(made) == n
+
+
+@pytest.mark.parametrize("begun", [0, 3, 50])
+def test_a_source_that_is_through_raises_at_its_own_batch_wherever_the_run_began(source, begun):
+    graph = source("a", 100).blend(source("b"), weights=[4, 1], max_epochs={"a": 10}, on_exhausted="error")
+    end = graph.phases.end
+    loader = DataLoader2(batched(graph))
+    loader.seek(begun)
+    found = []
+    with pytest.raises(SourceExhaustedError, match=rf"{end}"):
+        for batch in loader:
+            found += batch["sample_numbers"].tolist()
+    assert found == list(range(8 * begun, end // 2 * 2))
+
+
+def test_after_an_uneven_pass_every_rank_has_the_same_state(source):
+    states = []
+    for rank in range(6):
+        loader = DataLoader2(batched(source("a", 101).once(tail="uneven"), 3, 18, Topology(rank, 6)))
+        assert len(numbers(loader)) in (16, 17)
+        states.append(loader.state_dict())
+    assert all(state == states[0] for state in states)
+    assert states[0]["consumed_samples"] == 101
+
+
+@pytest.mark.parametrize("kind", [{"steps": 3}, {"passes": 1}])
+def test_beyond_a_limit_there_is_nothing_to_seek_or_save(source, kind):
+    loader = DataLoader2(batched(source("a", 24)).limit(**kind))
+    assert loader.state_dict(step=3) == DataLoader2.from_state(loader.state_dict(step=3), loader.datapipe).state_dict()
+    for call in (loader.seek, lambda n: loader.state_dict(step=n), loader.contents):
+        with pytest.raises(OutOfRangeError, match="24"):
+            call(4)
+
+
+def test_a_run_that_skips_begins_there_again(source):
+    for graph in (source("a").skip(16), source("a").skip(16).limit(samples=24), source("a").limit(samples=40).skip(16)):
+        loader = DataLoader2(batched(graph))
+        assert numbers(loader, 3) == list(range(16, 22))
+        loader.restart()
+        assert numbers(loader, 3) == list(range(16, 22))
+        with pytest.raises(OutOfRangeError, match="begins at sample 16"):
+            loader.seek(1)
+        loader.seek(3)
+        assert numbers(loader, 1) == [24, 25]
+
+
+def test_several_passes_over_what_ends_after_one_are_refused(source):
+    for graph in (source("a").once(), source("a").limit(samples=10)):
+        with pytest.raises(ConfigurationError, match="passes=3"):
+            graph.limit(passes=3)
+
+
+# Files -----------------------------------------------------------------------------------------------------
+
+
+def test_files_with_one_stem_in_several_folders_are_named_by_their_folders(tmp_path):
+    paths = []
+    for folder in ("wiki/en", "wiki/de", "code"):
+        (tmp_path / folder).mkdir(parents=True)
+        paths.append(str(tmp_path / folder / "tokens.npy"))
+        np.save(paths[-1], np.arange(100, dtype=np.uint16))
+    assert read_tokens(paths, 8, 7).sources == ("en/tokens", "de/tokens", "code/tokens")
+    assert read_tokens(paths[:1], 8, 7).sources == ("tokens",)
+
+
+MANY_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from tokenpipe.datapipes import TokenReader
+from tokenpipe.reading_services import DataLoader2
+paths = [f"{sys.argv[1]}/{i}.bin" for i in range(300)]
+loaders = []
+for salt in (1, 2, 3):
+    graph = TokenReader(paths, dtype="uint16", name="all").slice_sequences(8).permute(seed=salt)
+    loaders.append(iter(DataLoader2(graph.batch_samples(100).collate_causal_lm())))
+for _ in range(12):
+    for loader in loaders:
+        batch = next(loader)
+        assert ((batch["input_ids"][:, 1:] - batch["input_ids"][:, :-1]) % 1000 == 1).all()
+"""
+
+
+def test_several_loaders_over_many_files_need_no_descriptors(tmp_path):
+    tokens = np.arange(300 * 40) % 1000
+    for i in range(300):
+        tokens[i * 40 : (i + 1) * 40].astype("<u2").tofile(tmp_path / f"{i}.bin")
+    subprocess.run([sys.executable, "-c", MANY_FILES, str(tmp_path)], check=True)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 64
+
+
+def test_maps_go_when_their_graph_goes(source):
+    def maps() -> int:
+        return Path("/proc/self/maps").read_text().count("mapped-once")
+
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("counts maps in /proc")
+    for _ in range(3):
+        graph = source("mapped-once")
+        graph.fetch([0, 1])
+        assert maps() == 1
+        del graph
+        gc.collect()  # a node and its routes know each other
+        assert maps() == 0
+
+
+def test_a_thread_that_reads_ahead_delivers_the_same_and_counts_only_what_was_delivered(source):
+    graph = batched(source("a").permute(seed=1).blend(source("b").permute(seed=1), weights=[1, 3]))
+    plain, ahead = (DataLoader2(graph, reading_service=InProcessReadingService(n)) for n in (0, 5))
+    for move in (lambda x: None, lambda x: x.seek(4), lambda x: x.update_weights([1, 1]), lambda x: x.restart()):
+        move(plain), move(ahead)
+        assert numbers(plain, 7) == numbers(ahead, 7)
+        assert plain.state_dict() == ahead.state_dict()
+    ahead.shutdown()
