@@ -179,9 +179,12 @@ class SampleBatcher(IndexedDataPipe):
         sources[slice(None) if valid is None else valid] = leaves
         for at in range(0, numbers.size, b):
             kept = np.ones(b, np.bool_) if valid is None else valid[at : at + b]
-            if not kept.any():
-                raise ConfigurationError("a batch of padding alone needs rows of tokens, not mapped items")
             rows = np.flatnonzero(kept) + at
+            if rows.size == 0:  # padding alone: any item will do, it is masked
+                some = child if child.end else sample_node(child)
+                number = np.full(b, -1, np.int64)
+                yield Rows(stacked([some.fetch([0])[0]] * b), number, number, kept)
+                continue
             made = child.fetch(numbers[rows], columns) if columns is not None else child.fetch(numbers[rows])
             if self.tail != "pad":
                 yield Rows(stacked(list(made)), samples[rows], sources[rows], None)

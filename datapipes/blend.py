@@ -90,6 +90,12 @@ class Blender(IndexedDataPipe):
                 raise ConfigurationError(
                     f"two sources are named {source!r}; give one another name: TokenReader(..., name=...)"
                 )
+        for source, readers in _readers_by_name(self).items():
+            if len(readers) > 1:
+                raise ConfigurationError(
+                    f"two sources are named {source!r}, in different blends below this one; give one another name: "
+                    "TokenReader(..., name=...)"
+                )
         if on_exhausted not in ON_EXHAUSTED:
             raise ConfigurationError(f"on_exhausted is {on_exhausted!r}; one of {', '.join(ON_EXHAUSTED)} would do")
         self.on_exhausted = on_exhausted
@@ -103,7 +109,7 @@ class Blender(IndexedDataPipe):
                 raise WeightsError("repeats belongs to a blend without weights; max_epochs caps a weighted one")
             given = as_shares(self.sources, weights) if weights is not None else [float(n) for n in lengths]
             self.weights = quantise(self.sources, tempered(given, temperature))
-        self.caps = self._caps(max_epochs, lengths)
+        self._given_caps = self._caps(max_epochs, lengths)
         self.changes: tuple[WeightChange, ...] = ()
         _ = self.phases  # whatever cannot be blended is refused here
 
@@ -131,7 +137,7 @@ class Blender(IndexedDataPipe):
         return result
 
     def _caps(self, max_epochs: Any, lengths: "list[int]") -> "tuple[int | None, ...]":
-        """In samples of each source; a finite source is capped by its own end."""
+        """What max_epochs says, in samples of each source."""
         if max_epochs is None:
             given: dict[str, float] = {}
         elif isinstance(max_epochs, Mapping):
@@ -147,12 +153,18 @@ class Blender(IndexedDataPipe):
                 )
             as_shares([name], [epochs], "max_epochs")
         caps: list[int | None] = []
-        for name, child, n in zip(self.sources, self.children, lengths, strict=True):
+        for name, n in zip(self.sources, lengths, strict=True):
             cap = int(given[name] * n) if name in given else None
             if cap == 0:
                 raise WeightsError(f"max_epochs of source {name!r} is {given[name]}: that is not one sample of it")
-            caps.append(min(cap or MAX_NUMBER, child.end) if child.finite else cap)
+            caps.append(cap)
         return tuple(caps)
+
+    @property
+    def caps(self) -> "tuple[int | None, ...]":
+        """Samples that each source can give, where that has an end: by max_epochs, or its own."""
+        pairs = zip(self._given_caps, self.children, strict=True)
+        return tuple(min(cap or MAX_NUMBER, child.end) if child.finite else cap for cap, child in pairs)
 
     # Phases -------------------------------------------------------------------------------------------
 
@@ -172,7 +184,7 @@ class Blender(IndexedDataPipe):
         trees: list[WeightTree] = [weight_tree(self.weights)]
         offsets: list[list[int]] = [[0] * len(self.sources)]
         pending = list(self.changes)
-        stops = self.on_exhausted != "renormalise"
+        stops, caps = self.on_exhausted != "renormalise", self.caps
         end, exhausted = MAX_NUMBER, None
         while True:
             start, tree, offset = first[-1], trees[-1], offsets[-1]
@@ -180,7 +192,7 @@ class Blender(IndexedDataPipe):
             reached, source = min(
                 (
                     (start + (tree.place(s, cap - offset[s]) if stops else tree.place(s, cap - offset[s] - 1) + 1), s)
-                    for s, cap in enumerate(self.caps)
+                    for s, cap in enumerate(caps)
                     if cap is not None and tree.weights[s]
                 ),
                 default=(MAX_NUMBER, -1),
@@ -195,7 +207,7 @@ class Blender(IndexedDataPipe):
             weights = pending.pop(0).weights if change <= reached else tree.weights
             counts = [a + b for a, b in zip(offset, tree.counts(at - start), strict=True)]
             if not stops:
-                full = [cap is not None and count >= cap for cap, count in zip(self.caps, counts, strict=True)]
+                full = [cap is not None and count >= cap for cap, count in zip(caps, counts, strict=True)]
                 weights = tuple(0 if f else w for f, w in zip(full, weights, strict=True))
                 if not any(weights):
                     end, exhausted = at, self.sources[max(source, 0)]
@@ -215,8 +227,8 @@ class Blender(IndexedDataPipe):
 
     @property
     def settings(self) -> dict[str, Any]:
-        caps = {"caps": [0 if cap is None else cap for cap in self.caps]} if any(self.caps) else {}
-        what = {"on_exhausted": self.on_exhausted} if caps else {}
+        caps = {"caps": [cap or 0 for cap in self._given_caps]} if any(self._given_caps) else {}
+        what = {"on_exhausted": self.on_exhausted} if any(self.caps) else {}
         return {"exact": int(self.exact), "weights": list(self.weights), **caps, **what}
 
     @property
@@ -278,6 +290,14 @@ class Blender(IndexedDataPipe):
         hi = min(hi, p.end)
         i = int(np.searchsorted(p.first, hi, side="right")) - 1
         return [int(a) + b for a, b in zip(p.offset[i], p.trees[i].counts(hi - int(p.first[i])), strict=True)]
+
+
+def _readers_by_name(node: IndexedDataPipe) -> "dict[str, set[int]]":
+    found: dict[str, set[int]] = {}
+    for child in node.children:
+        for name, readers in _readers_by_name(child).items():
+            found.setdefault(name, set()).update(readers)
+    return found or {node.name: {id(node)}}
 
 
 def _arrays(

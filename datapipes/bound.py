@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ._torch import functional_datapipe
-from .core import IndexedDataPipe, Int64s, as_count
+from .core import IndexedDataPipe, Int64s, as_count, sample_node
 from .errors import ConfigurationError
 
 __all__ = ["Limiter", "Once", "Skipper"]
@@ -73,7 +73,7 @@ class Limiter(IndexedDataPipe):
     Args:
         samples: the run's first `samples` samples; stands before `shard_ranks`.
         steps: the run's first `steps` optimizer steps; stands after `batch_samples`.
-        passes: this many times `len`; anywhere.
+        passes: this many times the samples of one pass (after the batcher, whole steps of them); anywhere.
 
     A resume does not move the end: steps and passes count from the run's beginning.
     """
@@ -110,13 +110,25 @@ class Limiter(IndexedDataPipe):
                     f"limit(passes={self.count}): the graph below ends after one pass of {len(child)}; leave out its "
                     "own once or limit"
                 )
-            whole = child.end + child.skipped_items if child.finite else child.samples_per_pass
-            self._end = max(0, self.count * whole - (child.skipped_items if batched or dealt else 0))
+            samples = self.count * sample_node(child).samples_per_pass
+            if child.steps is not None:  # whole steps, wherever the run begins
+                samples = child.steps.start(child.steps.step_of(samples))
+                self._end = max(0, samples - child.first_sample) // child.steps.unit
+            elif child.topology is not None:
+                self._end = max(0, samples // child.topology.dp_size - child.skipped_items)
+            else:
+                self._end = samples
+            if not self._end and not child.first_sample:
+                raise ConfigurationError(
+                    f"limit(passes={self.count}): that is not one step, so nothing would be delivered"
+                )
+            if child.finite:
+                self._end = child.end
         else:
             if batched or dealt:
                 raise ConfigurationError("limit(samples=) counts the run's samples: put it before shard_ranks")
             self._end = self.count
-        self._end = min(self._end, child.end) if child.finite or self.kind != "passes" else self._end
+        self._end = min(self._end, child.end)
 
     @property
     def settings(self) -> dict[str, Any]:

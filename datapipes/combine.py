@@ -67,12 +67,20 @@ class Mapper(IndexedDataPipe):
             yield self._apply(number, item)
 
     def _apply(self, number: int, item: Any) -> Any:
-        if not self.seeded:
-            return self.fn(item)
-        # the sample number (of a batch's first row): the same item after a resume, another one on another rank
-        place = int(self.datapipe.sample_numbers(np.array([number], np.int64))[0])
-        with _derived_seeds(derive_key(place, f"map {self._depth()}", self.name)):
-            return self.fn(item)
+        try:
+            if not self.seeded:
+                return self.fn(item)
+            with _derived_seeds(derive_key(self._place(number), f"map {self._depth()}", self.name)):
+                return self.fn(item)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                where = f"source {self.name!r}, " if self.name else ""
+                error.add_note(f"in map({self.settings['fn']}), {where}sample number {self._place(number)}")
+            raise
+
+    def _place(self, number: int) -> int:
+        """The sample number (of a batch's first row): the same after a resume, another one on another rank."""
+        return int(self.datapipe.sample_numbers(np.array([number], np.int64))[0])
 
     def _depth(self) -> int:
         """How many maps stand below in the chain: each draws other numbers."""

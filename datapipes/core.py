@@ -272,6 +272,9 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
     def __len__(self) -> int:
         return self.end if self.finite else min(self.samples_per_pass, self.end)
 
+    def __bool__(self) -> bool:
+        return True  # a node is one, also where its pass is shorter than the ranks are many
+
     def __getitem__(self, index: int) -> Any:
         n = len(self)
         if isinstance(index, (bool, np.bool_)) or not isinstance(index, (int, np.integer)):

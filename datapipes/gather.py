@@ -110,14 +110,14 @@ class Routes:
 
     def __init__(self, node: IndexedDataPipe) -> None:
         self.leaves: list[IndexedDataPipe] = []
-        self._root = self._grow(node, top=True)
+        self._root = self._grow(node)
         windows = all(isinstance(leaf, TokenWindows) for leaf in self.leaves)
         self.gather: TokenGather | None = None
         if windows and len({leaf.sequence_length for leaf in self.leaves}) == 1:
             self.width = self.leaves[0].sequence_length + 1
             self.gather = TokenGather([leaf.reader for leaf in self.leaves])
 
-    def _grow(self, node: IndexedDataPipe, top: bool = False) -> Any:
+    def _grow(self, node: IndexedDataPipe) -> Any:
         if makes_items(node):
             self.leaves.append(node)
             return len(self.leaves) - 1

@@ -13,7 +13,7 @@ from .shard import RankSharder
 from .slice import TokenWindows
 from .steps import StepTable
 
-__all__ = ["ContentsRecord", "WhenRecord", "contents", "end_of_run", "steps_of", "tokens", "when"]
+__all__ = ["ContentsRecord", "WhenRecord", "consumed_by_source", "contents", "end_of_run", "steps_of", "tokens", "when"]
 
 
 class ContentsRecord(NamedTuple):
@@ -78,7 +78,7 @@ class _View:
         starts = np.array([self.steps.start(step) for step in steps], np.int64)
         # rounds count from the step's first sample; after a resume in the middle of a step, from there
         base = np.where((starts < self.first) & (samples >= self.first), self.first, starts)
-        dp = self.sharder.topology.dp_size if self.sharder else 1
+        dp = 1 if self.sharder is None else self.sharder.topology.dp_size
         turn, slot = np.divmod(samples - base, dp)
         rank = slot
         if self.sharder is not None:
@@ -97,6 +97,21 @@ def steps_of(graph: IndexedDataPipe) -> tuple[StepTable, int]:
         return graph.steps, node.micro_batch_size
     dp = graph.topology.dp_size if graph.topology else 1
     return StepTable.of(((0, dp),), dp), 1
+
+
+def consumed_by_source(graph: IndexedDataPipe, samples: int) -> "dict[str, int]":
+    """How many samples of each source the run's first `samples` have taken (repeats counted)."""
+    found: dict[str, int] = {}
+
+    def walk(node: IndexedDataPipe, consumed: int) -> None:
+        if isinstance(node, TokenWindows) or not (node.in_order and node.children):
+            found[node.name] = found.get(node.name, 0) + consumed
+            return
+        for index, child in enumerate(node.children):
+            walk(child, node.source_bound(index, consumed))
+
+    walk(order_of(graph), samples)
+    return found
 
 
 def end_of_run(graph: IndexedDataPipe) -> int:

@@ -34,7 +34,8 @@ class SequenceResizer(TokenWindows):
     Args:
         datapipe: a Permuter over a unit slicer, or a SequenceResizer.
         sequence_length: the new S; it divides the unit.
-        after: how many of the datapipe's samples were consumed.
+        after: how many of the datapipe's samples were consumed: of its source, below a blend; see
+            DataLoader2.consumed_by_source.
     """
 
     functional_name = "resize_sequences"

@@ -132,6 +132,10 @@ class DataLoader2:
 
     # Iterating ------------------------------------------------------------------------------------------
 
+    def __len__(self) -> int:
+        """Items of one nominal pass of the graph (TypeError where a stream has no length)."""
+        return len(self.datapipe)
+
     def __iter__(self) -> DataLoader2Iterator:
         if self._terminated:
             raise LoaderShutdownError("this loader was shut down; make another one to iterate")
@@ -290,6 +294,12 @@ class DataLoader2:
     def consumed_samples(self) -> int:
         """The run's samples that are done, over all ranks."""
         return self._indexed("consumed_samples").consumed_samples
+
+    @property
+    def consumed_by_source(self) -> "dict[str, int]":
+        """How many samples each source has given so far, repeats counted."""
+        run = self._indexed("consumed_by_source")
+        return ledger.consumed_by_source(run.graph, run.consumed_samples)
 
     @property
     def step(self) -> int:

@@ -510,7 +510,7 @@ def test_finite_nodes_end_where_they_say(data):
         "shard_ranks": (data.weighted.limit(samples=9).shard_ranks(Topology(1, 2)), 4),
         "batch_samples": (data.weighted.limit(samples=9).batch_samples(2), 4),
         "limit steps": (data.batched.limit(steps=3), 3),
-        "limit passes": (data.batched.limit(passes=2), 110),
+        "limit passes": (data.batched.limit(passes=2), 111),
         "order": (data.prose.reorder(data.order("o", np.array([5, 3, 5]))), 3),
         "nanoset": (data.windows().order_nanoset(num_samples=7), 7),
         "concat": (data.prose.limit(samples=2).concat(data.code.limit(samples=3)), 5),

@@ -38,7 +38,7 @@ def batched(graph, micro=2, size=8, topology=None):
 
 def numbers(loader, items=None):
     found = []
-    for batch, _ in zip(loader, range(items if items is not None else 10**6), strict=False):
+    for _, batch in zip(range(items if items is not None else 10**6), loader, strict=False):
         found += batch["sample_numbers"].tolist()
     return found
 
@@ -87,7 +87,7 @@ def test_joined_batches_resume_on_the_same_dp_size_and_refuse_others(source, joi
         return parts[0].zip(parts[1]) if join == "zip" else parts[0].concat(parts[1])
 
     loader = DataLoader2(graph(0, 2))
-    for _ in zip(loader, range(5), strict=False):
+    for _ in zip(range(5), loader, strict=False):
         pass
     state = loader.state_dict()
     DataLoader2(graph(1, 2)).load_state_dict(state)
@@ -255,3 +255,80 @@ def test_a_thread_that_reads_ahead_delivers_the_same_and_counts_only_what_was_de
         assert numbers(plain, 7) == numbers(ahead, 7)
         assert plain.state_dict() == ahead.state_dict()
     ahead.shutdown()
+
+
+# Smaller things -------------------------------------------------------------------------------------------
+
+
+def test_an_inner_blend_with_a_cap_takes_new_weights_and_the_outer_one_knows_its_new_end(source):
+    inner = source("a").blend(source("b"), weights=[9, 1], max_epochs={"b": 1}, name="inner")
+    for weights in ([1, 9], [99, 1]):
+        outer = inner.blend(source("c"), weights=[1, 1])
+        loader = DataLoader2(batched(outer))
+        numbers(loader, 6)
+        before = len(numbers(DataLoader2(batched(outer))))
+        loader.update_weights(dict(zip("ab", weights, strict=True)))
+        rest = numbers(loader)
+        assert loader._run.graph.finite
+        assert (len(rest) + 12 < before) is (weights == [1, 9])
+
+
+@pytest.mark.parametrize("above", [True, False])
+def test_padding_pads_mapped_samples_too(source, above):
+    for rank in range(4):
+        graph = source("a").limit(samples=5).once(tail="pad")
+        graph = graph if above else graph.map(np.negative, seeded=False)
+        graph = graph.shard_ranks(Topology(rank, 4))
+        graph = (graph.map(np.negative, seeded=False) if above else graph).batch_samples(1, global_batch_size=12)
+        batches = list(DataLoader2(graph.collate_causal_lm()))
+        assert len(batches) == 3
+        assert [bool(batch["row_valid"]) for batch in batches] == [True, rank == 0, False]
+        assert (batches[2]["label_ids"] == -100).all()
+
+
+def test_passes_end_with_a_whole_step_and_a_resume_on_other_ranks_does_not_move_the_end(source):
+    def loader(micro, dp):
+        graph = source("a", 248).shard_ranks(Topology(0, dp), seed=3).batch_samples(micro, global_batch_size=24)
+        return DataLoader2(graph.limit(passes=2))
+
+    for first in (1, 2, 3, 4, 6, 8):
+        state = loader(1, first).state_dict(step=7)
+        for micro in (1, 2):
+            for dp in (1, 2, 3, 4, 6, 12):
+                resumed = loader(micro, dp)
+                resumed.load_state_dict(state)
+                assert sum(1 for _ in resumed) * micro * dp == 20 * 24 - 7 * 24
+
+
+def fails_at_20(row):
+    if row[0] == 160 * 7 % 50_000 + 97:
+        raise KeyError("bad sample")
+    return row
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes from Python 3.11 on")
+def test_an_error_in_a_map_says_which_map_and_sample(source):
+    loader = DataLoader2(batched(source("a").map(fails_at_20)))
+    with pytest.raises(KeyError, match="bad sample") as caught:
+        list(zip(loader, range(100), strict=False))
+    assert any("fails_at_20" in note and "'a'" in note and "20" in note for note in caught.value.__notes__)
+
+
+def test_a_pass_shorter_than_the_ranks_is_dealt_all_the_same(source):
+    graph = batched(source("a", 10), 1, 48, Topology(5, 12))
+    records = [r for r in DataLoader2(graph).contents(step=0) if r.rank == 5]
+    assert [(r.micro_batch, r.row) for r in records] == [(m, 0) for m in range(4)]
+    assert [r.sample_number for r in records] == numbers(DataLoader2(graph), 4)
+
+
+def test_one_name_for_two_sources_is_refused_in_blends_of_blends_too(source, token_file):
+    other = TokenReader(token_file("other.bin", 81), dtype="uint16", name="a").slice_sequences(8)
+    with pytest.raises(ConfigurationError, match="'a'"):
+        source("a").blend(source("b"), name="x").blend(other)
+
+
+def test_a_loader_says_how_much_each_source_has_given(source):
+    loader = DataLoader2(batched(source("a").permute(seed=1).blend(source("b").permute(seed=1), weights=[3, 1])))
+    numbers(loader, 8)
+    assert loader.consumed_by_source == {"a": 12, "b": 4}
+    assert (loader.step, loader.consumed_samples, loader.micro_batches(0), len(loader)) == (2, 16, 4, 50)
