@@ -44,7 +44,7 @@ class ApplyJournal(Adapter):
         assert isinstance(blend, Blender)
         while above and above[0][0].trunk:
             del above[0]  # the run's own skips and limits renumber nothing
-        changes = []
+        changes: list[WeightChange] = []
         for entry in self.journal.weights:
             if entry.blend != name:
                 continue
@@ -55,5 +55,11 @@ class ApplyJournal(Adapter):
             number = entry.sample  # in the run, then in each node further down
             for node, index in above:
                 number = node.source_bound(index, number)
+            changed = blend.with_changes(changes)
+            if above and changed.finite and number >= changed.end:
+                raise JournalError(
+                    f"blend {name!r} is through at its sample {changed.end}: new weights from step {entry.step} on "
+                    "would change what the nodes above it have taken since"
+                )
             changes.append(WeightChange(min(number, MAX_NUMBER - 1), entry.weights))
         return rewritten(graph, {id(blend): blend.with_changes(changes)})

@@ -64,14 +64,13 @@ class SampleBatcher(IndexedDataPipe):
         child = self.datapipe
         if child.steps is not None:
             raise ConfigurationError("batch_samples stands once in a graph")
-        order = sample_node(child)
-        self._bound = order.first_sample + order.end if child.finite else None
+        self._bound = sample_node(child).last_sample if child.finite else None
         if self._bound is None or child.first_sample < self._bound:  # the end of a run is a boundary too
             self._steps.check_from(child.first_sample)
         if child.finite and child.first_sample == 0 and self.end == 0:
             raise BatchSizeError(
-                f"the run has {order.end} samples, fewer than one step of {self._steps.size(0)}: nothing would be "
-                f"delivered; a global batch of at most {order.end}, or once(tail='pad') would do"
+                f"the run has {self._bound} samples, fewer than one step of {self._steps.size(0)}: nothing would be "
+                f"delivered; a global batch of at most {self._bound}, or once(tail='pad') would do"
             )
 
     def with_steps(self, steps: StepTable) -> "SampleBatcher":
@@ -114,11 +113,16 @@ class SampleBatcher(IndexedDataPipe):
             return child.end // self.micro_batch_size
         if self.tail == "uneven":
             return -(-child.end // self.micro_batch_size)
-        last = self._steps.step_of(self._bound)
-        whole = self._steps.start(last)
-        if self.tail == "pad" and whole < self._bound:
-            whole = self._steps.start(last + 1)
-        return max(0, whole - child.first_sample) // self.unit
+        last = self.last_sample
+        if self.tail == "pad" and self._steps.start(self._steps.step_of(last)) < last:
+            last = self._steps.start(self._steps.step_of(last) + 1)
+        return max(0, last - child.first_sample) // self.unit
+
+    @property
+    def last_sample(self) -> int:
+        if self._bound is None or self.tail != "drop":
+            return MAX_NUMBER if self._bound is None else self._bound
+        return self._steps.start(self._steps.step_of(self._bound))  # an incomplete last step is dropped
 
     def source_bound(self, source: int, hi: int) -> int:
         return min(hi * self.micro_batch_size, MAX_NUMBER)

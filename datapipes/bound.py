@@ -98,37 +98,33 @@ class Limiter(IndexedDataPipe):
 
     def check(self) -> None:
         child = self.datapipe
-        batched, dealt = child.steps is not None, child.topology is not None
-        if self.kind == "steps":
-            if child.steps is None:
+        steps, topology = child.steps, child.topology
+        if self.kind == "samples":
+            if steps is not None or topology is not None:
+                raise ConfigurationError("limit(samples=) counts the run's samples: put it before shard_ranks")
+            samples = child.first_sample + self.count
+        elif self.kind == "steps":
+            if steps is None:
                 raise ConfigurationError("limit(steps=) counts optimizer steps, so it stands after batch_samples")
-            unit = child.steps.unit
-            self._end = max(0, child.steps.start(self.count) - child.first_sample) // unit
-        elif self.kind == "passes":
+            samples = steps.start(self.count)
+        else:
             if child.finite and self.count > 1:
                 raise ConfigurationError(
                     f"limit(passes={self.count}): the graph below ends after one pass of {len(child)}; leave out its "
                     "own once or limit"
                 )
-            samples = self.count * sample_node(child).samples_per_pass
-            if child.steps is not None:  # whole steps, wherever the run begins
-                samples = child.steps.start(child.steps.step_of(samples))
-                self._end = max(0, samples - child.first_sample) // child.steps.unit
-            elif child.topology is not None:
-                self._end = max(0, samples // child.topology.dp_size - child.skipped_items)
-            else:
-                self._end = samples
-            if not self._end and not child.first_sample:
-                raise ConfigurationError(
-                    f"limit(passes={self.count}): that is not one step, so nothing would be delivered"
-                )
-            if child.finite:
-                self._end = child.end
-        else:
-            if batched or dealt:
-                raise ConfigurationError("limit(samples=) counts the run's samples: put it before shard_ranks")
-            self._end = self.count
-        self._end = min(self._end, child.end)
+            samples = child.last_sample if child.finite else self.count * sample_node(child).samples_per_pass
+            if steps is not None and not child.finite:
+                samples = steps.start(steps.step_of(samples))  # whole steps, wherever the run begins
+            if not samples:
+                raise ConfigurationError(f"limit(passes={self.count}): not one step, so nothing would be delivered")
+        self._last = min(samples, child.last_sample)
+        unit = steps.unit if steps is not None else topology.dp_size if topology is not None else 1
+        self._end = child.end if samples >= child.last_sample else max(0, samples - child.first_sample) // unit
+
+    @property
+    def last_sample(self) -> int:
+        return self._last
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -186,6 +182,10 @@ class Once(IndexedDataPipe):
     @property
     def end(self) -> int:
         return len(self.datapipe)
+
+    @property
+    def last_sample(self) -> int:
+        return self.first_sample + self.end
 
     @property
     def finite(self) -> bool:

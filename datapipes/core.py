@@ -205,6 +205,11 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
         return self.datapipe.first_sample if self.trunk else 0
 
     @property
+    def last_sample(self) -> int:
+        """The sample number at which the run ends: 2**63 − 1 if it does not."""
+        return self.datapipe.last_sample if self.trunk else self.end
+
+    @property
     def skipped_items(self) -> int:
         """How many items of this node a resume skip below has left out."""
         return self.datapipe.skipped_items if self.trunk else 0
@@ -358,7 +363,7 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
 def sample_node(graph: IndexedDataPipe) -> IndexedDataPipe:
     """The topmost node whose items are the run's samples, in its global order: below sharder and batcher.
 
-    Its item 0 is sample number `first_sample`; the run ends at `first_sample + end`.
+    Its item 0 is sample number `first_sample`.
     """
     while graph.topology is not None or graph.steps is not None:
         graph = graph.datapipe

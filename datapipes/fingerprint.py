@@ -78,7 +78,7 @@ def source_contents(graph: "IndexedDataPipe") -> "dict[str, str]":
 
 def _brief(names: "list[str]") -> "list[str] | str":
     """The names in order where they are few and short, else their digest: states are small."""
-    if len(names) <= 8 and sum(map(len, names)) <= 160:
+    if len(names) <= 8 and sum(map(len, names)) <= 48:
         return names
     return hashlib.blake2b(json.dumps(names).encode(), digest_size=8).hexdigest()
 

@@ -6,6 +6,7 @@ each node makes its own items, and they are put back in order.
 """
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,14 +22,16 @@ from .slice import TokenWindows
 __all__ = ["Routes", "TokenGather", "fetch_items", "plan_of"]
 
 
-MOST_MAPS = 16_384
-"""Maps of one gather; a Linux process may have 65,530 by default."""
+MOST_MAPS = 32_768
+"""Maps of one process; Linux allows 65,530 by default."""
+
+_GATHERS: "weakref.WeakSet[TokenGather]" = weakref.WeakSet()
 
 
 class TokenGather:
     """The files of some readers as one table, mapped on demand, and the gather over it.
 
-    Maps hold no file descriptors; beyond MOST_MAPS they are dropped again, oldest first.
+    Maps hold no file descriptors; beyond MOST_MAPS of all gathers they are dropped again, oldest first.
     """
 
     def __init__(self, readers: Sequence[TokenReader]) -> None:
@@ -46,6 +49,7 @@ class TokenGather:
         self.address = np.zeros(len(self.files), np.uint64)
         self.arrays: list[np.ndarray | None] = [None] * len(self.files)
         self._open: dict[int, FileMap] = {}
+        _GATHERS.add(self)
         self._lock = threading.Lock()  # a map may not be dropped while another thread copies from it
 
     def rows(self, starts: Int64s, width: int, columns: "Sequence[tuple[int, int]] | None" = None) -> Int64s:
@@ -90,9 +94,22 @@ class TokenGather:
             self._open[f] = view
             self.address[f] = view.address + file.offset
             self.arrays[f] = view.array(file.dtype, file.offset, file.tokens)
-        for f in [f for f in self._open if f not in needed][: max(0, len(self._open) - MOST_MAPS)]:
+        over = sum(len(gather._open) for gather in list(_GATHERS)) - MOST_MAPS
+        over -= self._drop(over, needed)
+        for other in [gather for gather in list(_GATHERS) if gather is not self]:
+            if over > 0 and other._lock.acquire(blocking=False):  # one that copies just now keeps its maps
+                try:
+                    over -= other._drop(over, set())
+                finally:
+                    other._lock.release()
+
+    def _drop(self, most: int, needed: "set[int]") -> int:
+        """Unmaps up to so many files that are not needed, oldest first; gives how many."""
+        dropped = [f for f in self._open if f not in needed][: max(0, most)]
+        for f in dropped:
             self.address[f], self.arrays[f] = 0, None
             self._open.pop(f).close()
+        return len(dropped)
 
     def _check_ids(self, out: Int64s, starts: Int64s, limit: Int64s) -> None:
         file = np.maximum(np.searchsorted(self.first, starts, side="right") - 1, 0)

@@ -65,7 +65,8 @@ def path_to_blend(graph: IndexedDataPipe, blend: str = "") -> Path:
     if len(paths) != 1:
         which = f"blend named {blend!r}" if blend else "blend at its top"
         raise JournalError(
-            f"this graph has {'no' if not paths else 'more than one'} {which}, so its weights cannot be changed"
+            f"this graph has {'no' if not paths else 'more than one'} {which}, so its weights cannot be changed; name "
+            "a blend by its sources ({source: weight}) or its own name (blend=)"
         )
     return next(iter(paths.values()))
 
@@ -82,8 +83,8 @@ def blend_to_change(graph: IndexedDataPipe, sources: "list[str] | None" = None, 
         }
         if len(found) > 1 or None in found.values():
             raise JournalError(
-                f"{len(found)} blend(s) have the sources {', '.join(map(repr, sources))}, and a change must name one: "
-                "give each a name of its own (blend(..., name=...)) and its sources other names"
+                f"{len(found)} blend(s) have the sources {', '.join(map(repr, sources))}: say which, with blend=, by "
+                "the name it was given (blend(..., name=...))"
             )
         blend = next(iter(found.values()), blend) or ""
     path = path_to_blend(graph, blend)

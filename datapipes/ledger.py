@@ -13,7 +13,7 @@ from .shard import RankSharder
 from .slice import TokenWindows
 from .steps import StepTable
 
-__all__ = ["ContentsRecord", "WhenRecord", "consumed_by_source", "contents", "end_of_run", "steps_of", "tokens", "when"]
+__all__ = ["ContentsRecord", "WhenRecord", "consumed_by_source", "contents", "steps_of", "tokens", "when"]
 
 
 class ContentsRecord(NamedTuple):
@@ -54,15 +54,12 @@ class _View:
         self.first = graph.first_sample
         self.order = order_of(graph)
         samples = sample_node(graph)
-        self.bound = samples.first_sample + samples.end
+        self.bound = graph.last_sample
         node = graph
         while node is not samples:
             if isinstance(node, RankSharder):
                 self.sharder = node
             node = node.datapipe
-        if graph.finite and graph.steps is not None and graph.tail != "uneven":
-            # a limit above the batcher, or an incomplete last step that is dropped
-            self.bound = min(self.bound, self.first + graph.end * self.steps.unit)
 
     def samples_of(self, step: int) -> Int64s:
         """The sample numbers of a step. Raises OutOfRangeError beyond the run's end."""
@@ -112,11 +109,6 @@ def consumed_by_source(graph: IndexedDataPipe, samples: int) -> "dict[str, int]"
 
     walk(order_of(graph), samples)
     return found
-
-
-def end_of_run(graph: IndexedDataPipe) -> int:
-    """The sample number at which a graph's run ends; 2**63 − 1 if it does not."""
-    return _View(graph).bound
 
 
 def contents(graph: IndexedDataPipe, step: int) -> "list[ContentsRecord]":

@@ -1,13 +1,13 @@
 """Token files of any kind as one token space: number k is token k, files end to end."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
-from .core import IndexedDataPipe, Int64s, Unpickled, as_count
+from .core import IndexedDataPipe, Int64s, Unpickled, as_count, in_blocks
 from .errors import ArgumentTypeError, ConfigurationError, TokenIdError
 from .fingerprint import files_fingerprint
 from .formats import TokenLayout, read_layout
@@ -97,6 +97,9 @@ class TokenReader(IndexedDataPipe):
         if self._gather.value is None:
             self._gather.value = TokenGather([self])
         return self._gather.value.rows(self.checked(numbers), 1)[:, 0]
+
+    def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Any]:
+        return in_blocks(self.fetch, start, self.end if stop is None else min(stop, self.end))
 
     def file_of(self, tokens: Int64s) -> tuple[Int64s, Int64s]:
         """(n,) tokens → ((n,) index of the file that holds each, (n,) its place in that file)."""

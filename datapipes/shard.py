@@ -66,6 +66,11 @@ class RankSharder(IndexedDataPipe):
         return self.first_sample // self._topology.dp_size
 
     @property
+    def last_sample(self) -> int:
+        last, dp = self.datapipe.last_sample, self._topology.dp_size
+        return last - (last - self.first_sample) % dp if self.finite and self.tail == "drop" else last
+
+    @property
     def samples_per_pass(self) -> int:
         return self.datapipe.samples_per_pass // self._topology.dp_size
 

@@ -54,7 +54,12 @@ class DataLoader2Iterator:
                 raise StopIteration
             self._left -= 1
         try:
+            if loader._interrupted:
+                loader._begin_again()
             item = next(loader._items)
+            if loader._run is not None:
+                loader._run.delivered += 1
+            return item
         except StopIteration:
             if not self._ended:
                 self._ended = True
@@ -63,12 +68,9 @@ class DataLoader2Iterator:
         except Exception:
             loader.shutdown()
             raise
-        except BaseException:  # Ctrl-C: what was being made was not delivered, and is made again
-            loader._interrupted()
+        except BaseException:  # Ctrl-C: what was not counted was not delivered, and is made again
+            loader._interrupted = True
             raise
-        if loader._run is not None:
-            loader._run.delivered += 1
-        return item
 
     def limit(self, num_batches: "int | None") -> None:
         """Stops after this many more items (None: no limit); `resume()` then allows as many again."""
@@ -123,7 +125,7 @@ class DataLoader2:
         self._iterator_number = 0
         self._invalid_because = "a newer one was made"
         self._items: Iterator[Any] = iter(())
-        self._iterating = False
+        self._iterating = self._interrupted = False
         self._reset: GraphPass | None = None
         self._initialized = False
         self._generator: SeedGenerator | None = None
@@ -155,7 +157,7 @@ class DataLoader2:
             run.begin()
             self._reset = reset
             self._items = self._indexed_items()
-        self._iterating = True
+        self._iterating, self._interrupted = True, False
         return DataLoader2Iterator(self, self._iterator_number)
 
     def _initialize(self) -> None:
@@ -196,13 +198,17 @@ class DataLoader2:
         self._iterating = False
         self.reading_service.finalize_iteration()
 
-    def _interrupted(self) -> None:
+    def _begin_again(self) -> None:
+        """Makes the items anew from the first that was not delivered; another Ctrl-C here changes nothing."""
         if self._run is None:
             self._drop_items("it was interrupted")
+            self._interrupted = False
+            self._refuse()
         else:
             _close(self._items)
             self._run.move(self._run.consumed_samples)
             self._items = self._indexed_items()
+            self._interrupted = False
 
     def _refuse(self) -> None:
         if self._terminated:
@@ -273,7 +279,7 @@ class DataLoader2:
         self._indexed("restart").restart()
         self._drop_items("the loader was restarted")
 
-    def update_weights(self, weights: Any, temperature: "float | None" = None) -> None:
+    def update_weights(self, weights: Any, temperature: "float | None" = None, blend: "str | None" = None) -> None:
         """New weights of a blend from the first step on of which nothing was delivered.
 
         Every rank must call it at the same step. The iterator stays valid; what was read ahead is dropped. A
@@ -281,11 +287,13 @@ class DataLoader2:
 
         Args:
             weights: {source: weight} or a list in the order of the sources.
+            blend: the name of one of several blends; left out, the one that has these sources, else the topmost.
 
-        Raises WeightsError, JournalError (no blend, a permute above it, a change before a recorded one).
+        Raises WeightsError, JournalError (no blend, a permute above it, a change before a recorded one, a blend
+        below others that is through).
         """
         run = self._indexed("update_weights")
-        run.update_weights(weights, temperature)
+        run.update_weights(weights, temperature, blend)
         if self._iterating:
             _close(self._items)
             self._items = self._indexed_items()

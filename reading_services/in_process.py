@@ -1,8 +1,7 @@
 """The service that runs a graph in the main process, with a thread that reads ahead if asked for."""
 
-import contextlib
+import _thread
 import queue
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,45 +22,57 @@ _END, _ERROR, _ITEM = range(3)
 
 
 class ReadAhead:
-    """An iterator whose items a daemon thread makes, at most `depth` ahead of the reader."""
+    """An iterator whose items a daemon thread makes, at most `depth` ahead of the reader.
+
+    Queues, lock and thread are each one C call: a Ctrl-C in the middle of queue.Queue, a semaphore or
+    threading.Thread.start, which are Python, can leave a lock held for ever.
+    """
 
     def __init__(self, items: Iterator[Any], depth: int) -> None:
-        self._queue: queue.Queue[tuple[int, Any]] = queue.Queue(depth)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(items,), name="tokenpipe-prefetch", daemon=True)
-        self._thread.start()
+        self._made: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self._slots.put(None)
+        self._stopped = False
+        self._running = _thread.allocate_lock()
+        self._running.acquire()
+        _thread.start_new_thread(self._run, (items,))
 
     def _run(self, items: Iterator[Any]) -> None:
         try:
-            for item in items:
-                self._queue.put((_ITEM, item))
-                if self._stopped.is_set():
+            while True:
+                self._slots.get()
+                if self._stopped:
                     return
-            self._queue.put((_END, None))
+                self._made.put((_ITEM, next(items)))
+        except StopIteration:
+            self._made.put((_END, None))
         except BaseException as error:  # handed to the reader
-            self._queue.put((_ERROR, error))
+            self._made.put((_ERROR, error))
+        finally:
+            self._running.release()
 
     def __iter__(self) -> "ReadAhead":
         return self
 
     def __next__(self) -> Any:
-        if self._stopped.is_set():
+        if self._stopped:
             raise StopIteration
-        kind, value = self._queue.get()
+        kind, value = self._made.get()
         if kind == _ITEM:
+            self._slots.put(None)
             return value
-        self._stopped.set()
+        self._stopped = True
         if kind == _ERROR:
             raise value
         raise StopIteration
 
     def close(self) -> None:
         """Ends the thread; what it made is dropped. Does not wait for an item that is stuck."""
-        self._stopped.set()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()  # makes room: the thread then puts its item and sees that it is stopped
-        self._thread.join(1.0)
+        self._stopped = True
+        self._slots.put(None)  # wakes the thread, which sees that it is stopped
+        if self._running.acquire(timeout=1.0):
+            self._running.release()
 
 
 class InProcessReadingService(ReadingServiceInterface):

@@ -12,7 +12,7 @@ from ..datapipes.bound import Once
 from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count
 from ..datapipes.errors import JournalError, OutOfRangeError
 from ..datapipes.journal import Journal, WeightsEntry, blend_to_change
-from ..datapipes.ledger import end_of_run, steps_of
+from ..datapipes.ledger import steps_of
 from ..datapipes.steps import Schedule, StepTable
 from .state import MOST_BYTES, State, check_same_order, identity_of, parse_state, size_of
 
@@ -49,7 +49,7 @@ class IndexedRun:
         """Samples that are done, over all ranks; what was prefetched but not delivered does not count."""
         if not self.graph.finite:
             return self.graph.first_sample + self.delivered * self._table.unit
-        end = end_of_run(self.graph)
+        end = self.graph.last_sample
         # at an uneven end some ranks have had an item less; what is through is through on all of them
         return end if self.through else min(self.graph.first_sample + self.delivered * self._table.unit, end)
 
@@ -80,7 +80,7 @@ class IndexedRun:
     def _sample_of(self, step: int) -> int:
         """Where a step begins; the end, for the step after the last."""
         step = as_count("step", step, 0)
-        sample, last = self._table.start(step), end_of_run(self.graph)
+        sample, last = self._table.start(step), self.graph.last_sample
         if step and self._table.start(step - 1) < last <= sample:
             return last
         if sample > last or sample >= MAX_NUMBER:
@@ -96,12 +96,12 @@ class IndexedRun:
 
     # The journal ----------------------------------------------------------------------------------------
 
-    def update_weights(self, weights: Any, temperature: "float | None" = None) -> None:
+    def update_weights(self, weights: Any, temperature: "float | None" = None, blend: "str | None" = None) -> None:
         """New weights from the next step's first sample. Raises WeightsError, JournalError."""
-        names = list(weights) if isinstance(weights, dict) else None
-        blend, name = blend_to_change(self.graph, names)
+        names = list(weights) if isinstance(weights, dict) and blend is None else None
+        target, name = blend_to_change(self.graph, names, blend or "")
         step = self.next_step()
-        quantised = blend.integer_weights(weights, temperature)
+        quantised = target.integer_weights(weights, temperature)
         entry = WeightsEntry(step, self._table.start(step), name, quantised)
         journal = self.journal.with_weights(entry)
         without = State(self.consumed_samples, journal, self._schedule, {}, {}).as_json()

@@ -1,6 +1,7 @@
 """Runs over graphs that are not the plain one: what resumes must be the rest, or be refused."""
 
 import gc
+import os
 import resource
 import subprocess
 import sys
@@ -332,3 +333,82 @@ def test_a_loader_says_how_much_each_source_has_given(source):
     numbers(loader, 8)
     assert loader.consumed_by_source == {"a": 12, "b": 4}
     assert (loader.step, loader.consumed_samples, loader.micro_batches(0), len(loader)) == (2, 16, 4, 50)
+
+
+def test_a_blend_that_is_through_below_others_takes_no_new_weights(source):
+    def inner():
+        return source("a").blend(source("b"), weights=[1, 1], max_epochs={"a": 0.2}, name="p")
+
+    for graph in (
+        inner().concat(source("c").limit(samples=50)),
+        inner().blend(source("c"), weights=[1, 1], on_exhausted="renormalise"),
+    ):
+        loader = DataLoader2(batched(graph))
+        numbers(loader, 25)
+        before, state = loader.contents(3), loader.state_dict()
+        with pytest.raises(JournalError, match="through"):
+            loader.update_weights({"a": 1, "b": 9})
+        assert (loader.contents(3), loader.state_dict()) == (before, state)
+
+
+def test_one_of_two_blends_of_the_same_sources_is_changed_by_its_name(source):
+    first = source("a").blend(source("b"), weights=[1, 1], name="p").limit(samples=40)
+    second = source("a").blend(source("b"), weights=[1, 1], name="q")
+    loader = DataLoader2(batched(first.concat(second.limit(samples=40))))
+    with pytest.raises(JournalError, match="blend="):
+        loader.update_weights({"a": 1, "b": 3})
+    loader.update_weights([1, 3], blend="q")
+    assert [r.source for r in loader.contents(9)].count("b") in (5, 6, 7)
+    assert [r.source for r in loader.contents(1)].count("b") == 4
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad", "uneven"])
+def test_a_limit_ends_a_pass_of_any_tail(source, tail):
+    graph = batched(source("a", 101).once(tail=tail), 2, 12, Topology(1, 3)).limit(steps=2)
+    loader = DataLoader2(graph)
+    assert sum(1 for _ in loader) == 4
+    assert loader.state_dict()["consumed_samples"] == 24
+    for call in (loader.seek, loader.contents):
+        with pytest.raises(OutOfRangeError):
+            call(3)
+
+
+INTERRUPTED = """
+import signal, sys, threading, time
+from tokenpipe.datapipes import TokenReader
+from tokenpipe.reading_services import DataLoader2, InProcessReadingService
+graph = TokenReader(sys.argv[1], dtype="uint16").slice_sequences(8).permute(seed=1).batch_samples(2)
+loader = DataLoader2(graph.collate_causal_lm(), reading_service=InProcessReadingService(3))
+count, armed, most = 0, False, int(sys.argv[2])
+def handler(*_):
+    global armed
+    if armed:
+        armed = False  # one at a time, and only while the loader runs
+        raise KeyboardInterrupt
+signal.signal(signal.SIGINT, handler)
+def interrupt():
+    while count < most:
+        time.sleep(0.0007)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+thread = threading.Thread(target=interrupt, daemon=True)
+thread.start()
+iterator = iter(loader)
+while count < most:
+    try:
+        armed = True
+        while True:
+            next(iterator)
+    except KeyboardInterrupt:
+        count += 1
+thread.join()
+loader.shutdown()
+print("done")
+"""
+
+
+def test_ctrl_c_never_leaves_a_prefetching_loader_hanging(token_file):
+    path = token_file("interrupted.bin", 4001)
+    interrupts = "3000" if os.environ.get("TOKENPIPE_SOAK") else "150"
+    command = [sys.executable, "-c", INTERRUPTED, path, interrupts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "done\n", done.stderr
