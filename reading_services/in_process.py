@@ -1,7 +1,7 @@
 """The service that runs a graph in the main process, with a thread that reads ahead if asked for."""
 
 import _thread
-import queue
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,33 +22,40 @@ _END, _ERROR, _ITEM = range(3)
 
 
 class ReadAhead:
-    """An iterator whose items a daemon thread makes, at most `depth` ahead of the reader.
+    """An iterator whose items a thread makes, at most `depth` ahead of the reader.
 
-    Queues, lock and thread are each one C call: a Ctrl-C in the middle of queue.Queue, a semaphore or
-    threading.Thread.start, which are Python, can leave a lock held for ever.
+    A ring of slots, each with two bare locks: `free` to be filled, `full` to be read. Bare on purpose: a signal in
+    the middle of queue.Queue, a semaphore or threading.Thread.start, which are Python, can leave their inner
+    locks held for ever, and one that is handled in SimpleQueue.get can lose a wake-up; a lock's acquire cannot.
     """
 
     def __init__(self, items: Iterator[Any], depth: int) -> None:
-        self._made: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(depth):
-            self._slots.put(None)
-        self._stopped = False
+        self._slots: list[Any] = [None] * depth
+        self._free = [_thread.allocate_lock() for _ in range(depth)]
+        self._full = [_thread.allocate_lock() for _ in range(depth)]
         self._running = _thread.allocate_lock()
-        self._running.acquire()
+        for lock in (*self._full, self._running):
+            lock.acquire()
+        self._at, self._stopped = 0, False
         _thread.start_new_thread(self._run, (items,))
 
     def _run(self, items: Iterator[Any]) -> None:
+        at = 0
+        found: tuple[int, Any] = (_ITEM, None)
         try:
-            while True:
-                self._slots.get()
+            while found[0] == _ITEM:
+                self._free[at % len(self._slots)].acquire()
                 if self._stopped:
                     return
-                self._made.put((_ITEM, next(items)))
-        except StopIteration:
-            self._made.put((_END, None))
-        except BaseException as error:  # handed to the reader
-            self._made.put((_ERROR, error))
+                try:
+                    found = (_ITEM, next(items))
+                except StopIteration:
+                    found = (_END, None)
+                except BaseException as error:  # handed to the reader
+                    found = (_ERROR, error)
+                self._slots[at % len(self._slots)] = found
+                self._full[at % len(self._slots)].release()
+                at += 1
         finally:
             self._running.release()
 
@@ -58,9 +65,13 @@ class ReadAhead:
     def __next__(self) -> Any:
         if self._stopped:
             raise StopIteration
-        kind, value = self._made.get()
+        at = self._at % len(self._slots)
+        self._full[at].acquire()
+        kind, value = self._slots[at]
+        self._slots[at] = None
         if kind == _ITEM:
-            self._slots.put(None)
+            self._at += 1
+            self._free[at].release()
             return value
         self._stopped = True
         if kind == _ERROR:
@@ -70,7 +81,9 @@ class ReadAhead:
     def close(self) -> None:
         """Ends the thread; what it made is dropped. Does not wait for an item that is stuck."""
         self._stopped = True
-        self._slots.put(None)  # wakes the thread, which sees that it is stopped
+        for lock in self._free:  # wakes the thread, which sees that it is stopped
+            with contextlib.suppress(RuntimeError):  # not locked: nobody waits for this one
+                lock.release()
         if self._running.acquire(timeout=1.0):
             self._running.release()
 
