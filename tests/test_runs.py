@@ -412,3 +412,14 @@ def test_ctrl_c_never_leaves_a_prefetching_loader_hanging(token_file):
     command = [sys.executable, "-c", INTERRUPTED, path, interrupts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "done\n", done.stderr
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_a_resume_inside_a_step_leaves_what_contents_says_of_it(source, dp):
+    graph = batched(source("a").permute(seed=1), 1, 8, Topology(0, dp))
+    loader = DataLoader2(graph)
+    numbers(loader, 8 // dp + 1)  # one micro-batch into step 1
+    resumed = DataLoader2.from_state(loader.state_dict(), graph)
+    assert resumed.consumed_samples == 8 + dp
+    assert resumed.contents(1) == loader.contents(1) == DataLoader2(graph).contents(1)
+    assert [r.micro_batch for r in resumed.contents(1)] == [i // dp for i in range(8)]
