@@ -1,7 +1,7 @@
 """A run's changes, written into its graph."""
 
 from ..datapipes._torch import DataPipe
-from ..datapipes.batch import SampleBatcher
+from ..datapipes.batch import batcher_of
 from ..datapipes.blend import Blender, WeightChange
 from ..datapipes.core import MAX_NUMBER, IndexedDataPipe
 from ..datapipes.errors import ArgumentTypeError, JournalError
@@ -30,13 +30,9 @@ class ApplyJournal(Adapter):
         paths = {name: path_to_blend(graph, name) for name in {entry.blend for entry in self.journal.weights}}
         for name, _ in sorted(paths.items(), key=lambda item: len(item[1])):  # outer blends first
             graph = self._changed(graph, name)
-        if self.journal.breakpoints is not None:
-            node = graph
-            while node.trunk and not isinstance(node, SampleBatcher):
-                node = node.datapipe
-            if isinstance(node, SampleBatcher):
-                table = StepTable(self.journal.breakpoints, node.unit)
-                graph = rewritten(graph, {id(node): node.with_steps(table)})
+        if self.journal.breakpoints is not None and (batcher := batcher_of(graph)) is not None:
+            table = StepTable(self.journal.breakpoints, batcher.unit)
+            graph = rewritten(graph, {id(batcher): batcher.with_steps(table)})
         return graph
 
     def _changed(self, graph: IndexedDataPipe, name: str) -> IndexedDataPipe:
@@ -55,10 +51,9 @@ class ApplyJournal(Adapter):
             number = entry.sample  # in the run, then in each node further down
             for node, index in above:
                 number = node.source_bound(index, number)
-            changed = blend.with_changes(changes)
-            if above and changed.finite and number >= changed.end:
+            if above and number >= (end := blend.with_changes(changes).end):
                 raise JournalError(
-                    f"blend {name!r} is through at its sample {changed.end}: new weights from step {entry.step} on "
+                    f"blend {name!r} is through at its sample {end}: new weights from step {entry.step} on "
                     "would change what the nodes above it have taken since"
                 )
             changes.append(WeightChange(min(number, MAX_NUMBER - 1), entry.weights))

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._torch import functional_datapipe
-from .core import MAX_NUMBER, IndexedDataPipe, Int64s, Unpickled, as_count, in_blocks, sample_node
+from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count, in_blocks, sample_node
 from .errors import BatchSizeError, ConfigurationError
 from .gather import plan_of, stacked
 from .steps import StepTable, as_schedule
 
-__all__ = ["Rows", "SampleBatcher"]
+__all__ = ["Rows", "SampleBatcher", "batcher_of"]
 
 
 class Rows(NamedTuple):
@@ -78,10 +78,7 @@ class SampleBatcher(IndexedDataPipe):
 
         Whether its sizes divide is checked when a resume skip says from where on they matter.
         """
-        copy = object.__new__(type(self))
-        copy.__dict__.update(self.__dict__)
-        copy._steps, copy._plan = steps, Unpickled()
-        return copy
+        return self.changed(_steps=steps)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -120,9 +117,10 @@ class SampleBatcher(IndexedDataPipe):
 
     @property
     def last_sample(self) -> int:
-        if self._bound is None or self.tail != "drop":
-            return MAX_NUMBER if self._bound is None else self._bound
-        return self._steps.start(self._steps.step_of(self._bound))  # an incomplete last step is dropped
+        if self._bound is None:
+            return MAX_NUMBER
+        # an incomplete last step is dropped, unless `once` says otherwise
+        return self._steps.start(self._steps.step_of(self._bound)) if self.tail == "drop" else self._bound
 
     def source_bound(self, source: int, hi: int) -> int:
         return min(hi * self.micro_batch_size, MAX_NUMBER)
@@ -189,7 +187,7 @@ class SampleBatcher(IndexedDataPipe):
                 number = np.full(b, -1, np.int64)
                 yield Rows(stacked([some.fetch([0])[0]] * b), number, number, kept)
                 continue
-            made = child.fetch(numbers[rows], columns) if columns is not None else child.fetch(numbers[rows])
+            made = child.fetch(numbers[rows], columns)
             if self.tail != "pad":
                 yield Rows(stacked(list(made)), samples[rows], sources[rows], None)
                 continue
@@ -198,3 +196,10 @@ class SampleBatcher(IndexedDataPipe):
                 items[place] = item
             number = np.where(kept, samples[at : at + b], -1)
             yield Rows(stacked(items), number, sources[at : at + b], kept)
+
+
+def batcher_of(graph: IndexedDataPipe) -> "SampleBatcher | None":
+    """The batcher that makes the steps of a graph, if it has one."""
+    while graph.steps is not None and not isinstance(graph, SampleBatcher):
+        graph = graph.datapipe
+    return graph if isinstance(graph, SampleBatcher) else None

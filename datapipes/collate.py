@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ._torch import functional_datapipe
-from .batch import Rows
+from .batch import Rows, batcher_of
 from .core import IndexedDataPipe
 from .errors import ConfigurationError
 
@@ -54,10 +54,9 @@ class CausalLMCollator(IndexedDataPipe):
     @property
     def source_names(self) -> "list[str]":
         """What the indices in `source_ids` stand for."""
-        node = self.datapipe
-        while not hasattr(node, "source_names"):
-            node = node.datapipe
-        return node.source_names
+        batcher = batcher_of(self)
+        assert batcher is not None  # check() saw it
+        return batcher.source_names
 
     def fetch(self, numbers: Any, columns: Any = None) -> "list[dict[str, torch.Tensor]]":
         if columns is not None:

@@ -59,7 +59,7 @@ class Mapper(IndexedDataPipe):
 
     def fetch(self, numbers: Any, columns: Any = None) -> Any:
         numbers = self.checked(numbers)
-        items = self.datapipe.fetch(numbers, columns) if columns is not None else self.datapipe.fetch(numbers)
+        items = self.datapipe.fetch(numbers, columns)
         return stacked([self._apply(n, item) for n, item in zip(numbers.tolist(), items, strict=True)])
 
     def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Any]:
@@ -114,7 +114,7 @@ class Zipper(IndexedDataPipe):
 
     def fetch(self, numbers: Any, columns: Any = None) -> "list[tuple[Any, ...]]":
         numbers = self.checked(numbers)
-        parts = [c.fetch(numbers, columns) if columns is not None else c.fetch(numbers) for c in self.children]
+        parts = [child.fetch(numbers, columns) for child in self.children]
         return list(zip(*parts, strict=True))
 
     def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Any]:

@@ -117,7 +117,7 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
     A subclass is immutable once built. It sets `children` (its inputs), `samples_per_pass`, and either
 
     - re-orders: `route`, `unroute`, `source_bound`; or
-    - makes items: `fetch` (and `locate`, where the items are windows of tokens).
+    - makes items: `fetch` (or is a TokenWindows, whose rows one gather copies).
 
     `settings` are the arguments that decide the order; they are part of the fingerprint.
     """
@@ -263,10 +263,14 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
 
     def with_children(self: Node, *children: "IndexedDataPipe") -> Node:
         """The same node over other children; the node itself is unchanged."""
-        copy = object.__new__(type(self))
-        copy.__dict__.update(self.__dict__)
-        copy.children, copy._plan = children, Unpickled()
+        copy = self.changed(children=children)
         copy.check()
+        return copy
+
+    def changed(self: Node, **attributes: Any) -> Node:
+        """A copy with these attributes and no plan yet, unchecked."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, _plan=Unpickled(), **attributes)
         return copy
 
     def check(self) -> None:

@@ -194,7 +194,7 @@ def fetch_items(node: IndexedDataPipe, numbers: Int64s, columns: "Sequence[tuple
     for index, maker in enumerate(plan.leaves):
         at = np.flatnonzero(leaf == index)
         if at.size:
-            made = maker.fetch(number[at], columns) if columns is not None else maker.fetch(number[at])
+            made = maker.fetch(number[at], columns)
             for place, item in zip(at.tolist(), made, strict=True):
                 items[place] = item
     return stacked(items)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .batch import batcher_of
 from .core import IndexedDataPipe, Int64s, as_count, sample_node
 from .errors import ConfigurationError, OutOfRangeError
 from .fingerprint import order_of
@@ -87,11 +88,8 @@ class _View:
 
 def steps_of(graph: IndexedDataPipe) -> tuple[StepTable, int]:
     """A graph's steps and rows a micro-batch; without a batcher an item is one, on each rank."""
-    if graph.steps is not None:
-        node = graph
-        while not hasattr(node, "micro_batch_size"):
-            node = node.datapipe
-        return graph.steps, node.micro_batch_size
+    if (batcher := batcher_of(graph)) is not None:
+        return batcher.steps, batcher.micro_batch_size
     dp = graph.topology.dp_size if graph.topology else 1
     return StepTable.of(((0, dp),), dp), 1
 

@@ -39,11 +39,14 @@ class Reorderer(IndexedDataPipe):
         self.file: TokenLayout = read_layout(file)
         if self.file.dtype != np.dtype("<i8") or self.file.documents:
             raise TokenFileError(f"{self.file.path}: an order is a .npy file of int64, got {self.file.dtype.name}")
+        self._content: str | None = None  # read once, not at every save
         self._map = Unpickled()
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"order": files_fingerprint((self.file,))}
+        if self._content is None:
+            self._content = files_fingerprint((self.file,))
+        return {"order": self._content}
 
     @property
     def notes(self) -> str:

@@ -50,10 +50,6 @@ class SequenceResizer(TokenWindows):
         below = self.datapipe
         if isinstance(below, Permuter) and isinstance(below.datapipe, SequenceSlicer):
             slicer = below.datapipe
-            if slicer.unit % self._length:
-                raise ConfigurationError(
-                    f"sequence_length={self._length} does not divide the unit of {slicer.unit} tokens"
-                )
             self._slicer, self._permuter = slicer, below
             epoch, consumed = divmod(self.after, slicer.samples_per_pass)
             rounds, into = divmod(consumed, slicer.units)
@@ -62,16 +58,16 @@ class SequenceResizer(TokenWindows):
                 (slicer.units, rounds * slicer.sequence_length),
             ]
         elif isinstance(below, SequenceResizer):
-            if below._slicer.unit % self._length:
-                raise ConfigurationError(
-                    f"sequence_length={self._length} does not divide the unit of {below._slicer.unit} tokens"
-                )
             self._slicer, self._permuter = below._slicer, below._permuter
             epoch, spans = below._spans_after(self.after)
         else:
             raise ArgumentTypeError(
                 "resize_sequences takes slice_sequences(S, unit=U).permute(seed), or what it gave before; got "
                 f"{type(below).__name__}"
+            )
+        if self._slicer.unit % self._length:
+            raise ConfigurationError(
+                f"sequence_length={self._length} does not divide the unit of {self._slicer.unit} tokens"
             )
         self._epoch = epoch
         self._spans = [span for i, span in enumerate(spans) if span[0] > (spans[i - 1][0] if i else 0)]

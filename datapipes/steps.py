@@ -79,12 +79,15 @@ class StepTable:
 
     def start(self, step: int) -> int:
         """The step's first sample number."""
-        b = self.breakpoints[bisect_right(self.breakpoints, step, key=lambda b: b.step) - 1]
+        b = self._in_force(step)
         return min(b.sample + (step - b.step) * b.size, MAX_NUMBER)
 
     def size(self, step: int) -> int:
         """How many samples the step takes."""
-        return self.breakpoints[bisect_right(self.breakpoints, step, key=lambda b: b.step) - 1].size
+        return self._in_force(step).size
+
+    def _in_force(self, step: int) -> Breakpoint:
+        return self.breakpoints[bisect_right(self.breakpoints, step, key=lambda b: b.step) - 1]
 
     def step_of(self, sample: int) -> int:
         """The step that takes this sample."""

@@ -128,8 +128,7 @@ class DataLoader2:
         self._iterating = self._interrupted = False
         self._reset: GraphPass | None = None
         self._initialized = False
-        self._generator: SeedGenerator | None = None
-        self._seeded = False
+        self._generator, self._seeded = SeedGenerator(0), False
         self._terminated = False
 
     # Iterating ------------------------------------------------------------------------------------------
@@ -145,7 +144,7 @@ class DataLoader2:
         if not self._initialized:
             self._initialize()
         service, run = self.reading_service, self._run
-        if self._generator is None or not self._seeded:
+        if not self._seeded:
             # indexed graphs never touch torch's generator: their orders have seeds of their own
             self._generator = SeedGenerator(0 if run is not None else None)
         reset = service.initialize_iteration(self._generator)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..adapters.journal import ApplyJournal
 from ..adapters.resume import ResumeSkip
+from ..datapipes.batch import batcher_of
 from ..datapipes.bound import Once
 from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count
 from ..datapipes.errors import JournalError, OutOfRangeError
@@ -33,7 +34,8 @@ class IndexedRun:
         self.delivered = 0
         self._begin = graph.first_sample
         self._table, _ = steps_of(graph)
-        self._schedule: Schedule = getattr(_batcher(graph), "schedule", ((0, self._table.unit),))
+        batcher = batcher_of(graph)
+        self._schedule: Schedule = ((0, self._table.unit),) if batcher is None else batcher.schedule
         self.anew_each_time = _contains_once(graph)
         self.placed = False  # a seek or a state said where the next iteration begins
         self.through = False  # the last iteration came to the end
@@ -132,17 +134,10 @@ class IndexedRun:
             step = state.steps.next_step(state.consumed_samples)
             table = state.steps.then(self._schedule, step)
             journal = Journal(tuple(e._replace(sample=table.start(e.step)) for e in journal.weights), table.breakpoints)
-        for entry in journal.weights:
-            blend_to_change(self.built, blend=entry.blend)
+        for blend in {entry.blend for entry in journal.weights}:
+            blend_to_change(self.built, blend=blend)
         self.move(state.consumed_samples, journal)
         self.placed = True
-
-
-def _batcher(graph: IndexedDataPipe) -> "IndexedDataPipe | None":
-    node = graph
-    while node.trunk and not hasattr(node, "schedule"):
-        node = node.datapipe
-    return node if hasattr(node, "schedule") else None
 
 
 def _contains_once(node: IndexedDataPipe) -> bool:

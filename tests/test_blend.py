@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenpipe.datapipes import MAX_NUMBER, IndexedDataPipe, TokenReader, Topology
+from nodes import Numbers
+from tokenpipe.datapipes import MAX_NUMBER, TokenReader, Topology
 from tokenpipe.datapipes.blend import Blender, WeightChange
 from tokenpipe.datapipes.errors import ConfigurationError, OutOfRangeError, SourceExhaustedError, WeightsError
 from tokenpipe.datapipes.weights import SCALE, WeightTree
@@ -19,21 +20,6 @@ from tokenpipe.reading_services import DataLoader2
 
 CLOSEST = 2  # samples that a source may be off its share, at any prefix of a phase
 LAST = MAX_NUMBER - 1
-
-
-class Numbers(IndexedDataPipe):
-    """A source of so many samples an epoch that holds nothing: for what only numbers decide."""
-
-    functional_name = "numbers"
-    sequence_length = 8
-    name = "numbers"
-    finite = False
-    end = MAX_NUMBER
-    samples_per_pass = 0
-
-    def __init__(self, name: str, samples: int, end: int = MAX_NUMBER) -> None:
-        super().__init__()
-        self.name, self.samples_per_pass, self.end, self.finite = name, samples, end, end < MAX_NUMBER
 
 
 def sources(*lengths: int) -> "list[Numbers]":

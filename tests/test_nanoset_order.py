@@ -5,26 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenpipe.datapipes import IndexedDataPipe, NanosetOrder, Topology, read_tokens
+from nodes import Numbers
+from tokenpipe.datapipes import NanosetOrder, Topology, read_tokens
 from tokenpipe.datapipes.errors import ConfigurationError, OutOfRangeError, WeightsError
 from tokenpipe.reading_services import DataLoader2
 
 MAX_NUMBER = 2**63 - 1
-
-
-class Numbers(IndexedDataPipe):
-    """A source of so many samples an epoch that holds nothing: for what only numbers decide."""
-
-    functional_name = "numbers"
-    sequence_length = 8
-    name = "numbers"
-    finite = False
-    end = MAX_NUMBER
-    samples_per_pass = 0
-
-    def __init__(self, name: str, samples: int) -> None:
-        super().__init__()
-        self.name, self.samples_per_pass = name, samples
 
 
 def order_of(lengths, num_samples, weights=None, seed=1234):

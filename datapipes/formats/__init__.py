@@ -6,11 +6,10 @@ before anything is mapped. Raw comes last: it has no mark, so its dtype must com
 """
 
 import os
-from pathlib import Path
 
 from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError
 from . import npy, own, raw
-from .layout import DTYPES, TokenLayout, as_dtype
+from .layout import DTYPES, TokenLayout, as_dtype, local_path
 
 __all__ = ["DTYPES", "TokenLayout", "as_dtype", "read_layout"]
 
@@ -28,9 +27,8 @@ def read_layout(path: "str | os.PathLike[str]", dtype: object = None) -> TokenLa
     text = os.fspath(path)
     if "://" in text and not text.startswith("file://"):
         raise TokenFileError(f"{text}: only local files can be read so far; copy it to a local disk first")
-    local = Path(text.removeprefix("file://"))
     try:
-        with local.open("rb") as file:
+        with local_path(text).open("rb") as file:
             head, size = file.read(HEAD), os.fstat(file.fileno()).st_size
     except ValueError as error:  # a NUL in the path
         raise TokenFileError(f"{text!r} is no path of a token file: {error}") from error

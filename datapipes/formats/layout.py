@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from ..errors import ConfigurationError
 
-__all__ = ["DTYPES", "TokenLayout", "as_dtype"]
+__all__ = ["DTYPES", "TokenLayout", "as_dtype", "local_path"]
 
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "uint32", "int32", "int64")}
 """The dtypes that tokens are stored in, little-endian."""
@@ -26,6 +26,11 @@ def as_dtype(value: object) -> np.dtype:
             f"dtype {value!r} cannot hold tokens; one of {', '.join(DTYPES)} (little-endian) would do"
         )
     return DTYPES[name]
+
+
+def local_path(path: str) -> Path:
+    """Where a path as the caller gave it, a file:// URL perhaps, is on the local disk."""
+    return Path(path.removeprefix("file://"))
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class TokenLayout:
 
     @property
     def local(self) -> Path:
-        return Path(self.path.removeprefix("file://"))
+        return local_path(self.path)
 
     @property
     def itemcode(self) -> int:

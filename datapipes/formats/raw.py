@@ -5,12 +5,11 @@ and a sample of the first tokens is looked at for the marks of the two common mi
 """
 
 import warnings
-from pathlib import Path
 
 import numpy as np
 
 from ..errors import ConfigurationError, TokenFileError, TokenFileWarning
-from .layout import TokenLayout
+from .layout import TokenLayout, local_path
 
 SAMPLE = 4096  # tokens looked at
 
@@ -35,7 +34,7 @@ def layout(path: str, head: bytes, size: int, dtype: "np.dtype | None") -> Token
 
 
 def _look_at(path: str, dtype: np.dtype) -> None:
-    with Path(path.removeprefix("file://")).open("rb") as file:
+    with local_path(path).open("rb") as file:
         tokens = np.frombuffer(file.read(SAMPLE * dtype.itemsize), dtype)
     if tokens.size < 64:
         return
