@@ -7,7 +7,7 @@ The files of this package in the order in which a token passes them:
     blend.py   the mixture (weights.py: its law)  reorder.py  orders brought along
     bound.py   skip, limit, once                  shard.py    one rank's part (topology.py)
     batch.py   micro-batches (steps.py: steps)    collate.py  tensors
-    combine.py map, zip, concat                   recipe.py   read_tokens
+    combine.py map, zip, concat                   recipes/    read_tokens
 
 and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, journal.py (what
 changed during the run), ledger.py (contents, when), filemap.py, fingerprint.py, tree.py, errors.py.
@@ -35,7 +35,7 @@ from .formats.own import TokenFileWriter, verify_token_file
 from .ledger import ContentsRecord, WhenRecord
 from .permute import Permuter
 from .read import TokenReader
-from .recipe import read_tokens
+from .recipes import read_tokens
 from .reorder import NanosetOrder, Reorderer
 from .resize import SequenceResizer
 from .shard import RankSharder

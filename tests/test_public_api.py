@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from tokenpipe import adapters, datapipes, reading_services
-from tokenpipe.datapipes import IndexedDataPipe, errors
+from tokenpipe import adapters, cli, datapipes, reading_services
+from tokenpipe.datapipes import IndexedDataPipe, errors, formats, recipes, tokenize
 from tokenpipe.datapipes._torch import MapDataPipe
 from tokenpipe.datapipes.fluent import ALIASES
 
 ROOT = Path(__file__).parent.parent
-LAYERS = ["datapipes", "adapters", "reading_services"]
-PACKAGES = [datapipes, adapters, reading_services]
+LAYERS = ["datapipes", "adapters", "reading_services", "cli"]
+PACKAGES = [datapipes, adapters, reading_services, cli]
 
 
 def modules() -> list[str]:
     return [
         f"{package.__name__}.{module.name}"
-        for package in [*PACKAGES, datapipes.formats]
+        for package in [*PACKAGES, formats, recipes, tokenize]
         for module in pkgutil.iter_modules(package.__path__)
     ]
 

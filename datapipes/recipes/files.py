@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from .core import IndexedDataPipe, as_count
-from .errors import ArgumentTypeError, ConfigurationError
-from .read import TokenReader
+from ..core import IndexedDataPipe, as_count
+from ..errors import ArgumentTypeError, ConfigurationError
+from ..read import TokenReader
 
 __all__ = ["read_tokens"]
 

@@ -1,0 +1,44 @@
+"""Which subcommand, and how its errors are told: a line on stderr instead of a traceback."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from ..datapipes.errors import TokenpipeError
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS: dict[str, str] = {}
+"""The subcommands, a module each, with the line that the help shows."""
+
+FAILED, INTERRUPTED = 1, 130
+
+
+def main(arguments: "Sequence[str] | None" = None) -> int:
+    """Runs one subcommand; gives its exit status: 0 done, 1 failed (said on stderr), 2 wrong usage."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="tokenpipe", description="Prepare, rehearse and audit the data of a pretraining run."
+    )
+    parser.add_argument("--version", action="version", version=f"tokenpipe {version('tokenpipe')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if given[:1] == [name]:  # only the asked one is imported
+            module = importlib.import_module(f"..{name}", __name__)
+            sub.description = module.__doc__
+            module.add_arguments(sub)
+    parsed = parser.parse_args(given)
+    try:
+        return module.run(parsed)
+    except BrokenPipeError:  # `| head` has seen enough; what is left in the buffer has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (TokenpipeError, OSError) as error:
+        print(f"tokenpipe {parsed.command}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED

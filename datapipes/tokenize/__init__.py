@@ -1,0 +1,3 @@
+"""Text to token files."""
+
+__all__: list[str] = []
