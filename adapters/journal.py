@@ -1,20 +1,27 @@
 """A run's changes, written into its graph."""
 
+import itertools
+
 from ..datapipes._torch import DataPipe
 from ..datapipes.batch import batcher_of
 from ..datapipes.blend import Blender, WeightChange
 from ..datapipes.core import MAX_NUMBER, IndexedDataPipe
 from ..datapipes.errors import ArgumentTypeError, JournalError
-from ..datapipes.journal import Journal, path_to_blend
+from ..datapipes.exclude import Excluder
+from ..datapipes.fingerprint import order_of, source_identity
+from ..datapipes.grow import Generations, GoneSource, part_of_source
+from ..datapipes.journal import GrownEntry, Journal, Path, WeightsEntry, number_at, path_to_blend, path_to_source
+from ..datapipes.jump import Jumper
 from ..datapipes.steps import StepTable
 from .base import Adapter
 from .surgery import rewritten
 
-__all__ = ["ApplyJournal"]
+__all__ = ["ApplyJournal", "with_rosters"]
 
 
 class ApplyJournal(Adapter):
-    """The graph as the journal's changes make it: phases of its blends, breakpoints of its steps.
+    """The graph as the journal's changes make it: sources that came and went, phases of its blends, jumps,
+    masked rows, breakpoints of its steps.
 
     Apply it to the graph as it was built, without a resume skip. Raises JournalError where the journal
     changes something that the graph does not have.
@@ -26,35 +33,106 @@ class ApplyJournal(Adapter):
     def __call__(self, datapipe: DataPipe) -> IndexedDataPipe:
         if not isinstance(datapipe, IndexedDataPipe):
             raise ArgumentTypeError(f"a stream ({type(datapipe).__name__}) has no journal")
-        graph = datapipe
-        paths = {name: path_to_blend(graph, name) for name in {entry.blend for entry in self.journal.weights}}
+        journal = self.journal
+        graph = with_rosters(datapipe, journal)
+        if journal.jumps:
+            order = order_of(graph)
+            graph = rewritten(graph, {id(order): Jumper(order, [(e.sample, e.samples) for e in journal.jumps])})
+        names = {entry.blend for entry in journal.weights} | {r.blend for r in journal.rosters}
+        paths = {name: path_to_blend(graph, name) for name in names}
         for name, _ in sorted(paths.items(), key=lambda item: len(item[1])):  # outer blends first
             graph = self._changed(graph, name)
-        if self.journal.breakpoints is not None and (batcher := batcher_of(graph)) is not None:
-            table = StepTable(self.journal.breakpoints, batcher.unit)
+        for source in dict.fromkeys(entry.source for entry in journal.grown):
+            graph = self._grown(graph, source)
+        for entry in journal.excluded:
+            order = order_of(graph)
+            masked = Excluder(order, {entry.source: [(entry.first, entry.stop)]}, entry.sample)
+            graph = rewritten(graph, {id(order): masked})
+        if journal.breakpoints is not None and (batcher := batcher_of(graph)) is not None:
+            table = StepTable(journal.breakpoints, batcher.unit)
             graph = rewritten(graph, {id(batcher): batcher.with_steps(table)})
         return graph
 
     def _changed(self, graph: IndexedDataPipe, name: str) -> IndexedDataPipe:
-        *above, (blend, _) = path_to_blend(graph, name)
+        path = _below_the_trunk(path_to_blend(graph, name))
+        blend = path[-1][0]
         assert isinstance(blend, Blender)
-        while above and above[0][0].trunk:
-            del above[0]  # the run's own skips and limits renumber nothing
+        nested = any(not isinstance(node, Jumper) for node, _ in path[:-1])
         changes: list[WeightChange] = []
-        for entry in self.journal.weights:
-            if entry.blend != name:
+        caps = list(blend.given_caps)
+        entries: list[WeightsEntry | GrownEntry] = [e for e in self.journal.weights if e.blend == name]
+        entries += [e for e in self.journal.grown if e.source in blend.sources and e.cap]
+        for entry in sorted(entries, key=lambda entry: entry.sample):
+            number = number_at(path, entry.sample)
+            if nested and number >= (end := blend.with_changes(changes).end):
+                raise JournalError(
+                    f"blend {name!r} is through at its sample {end}: a change from step {entry.step} on "
+                    "would change what the nodes above it have taken since"
+                )
+            number = min(number, MAX_NUMBER - 1)
+            if isinstance(entry, GrownEntry):
+                caps[blend.sources.index(entry.source)] = entry.cap
+                changes.append(WeightChange(number, None, tuple(caps)))
                 continue
-            if len(blend.sources) != len(entry.weights):
+            later = len(blend.sources) - len(entry.weights)
+            if later and (later < 0 or self.journal.roster(name) is None):
                 raise JournalError(
                     f"the journal has {len(entry.weights)} weights for blend {name!r} of {len(blend.sources)} sources"
                 )
-            number = entry.sample  # in the run, then in each node further down
-            for node, index in above:
-                number = node.source_bound(index, number)
-            if above and number >= (end := blend.with_changes(changes).end):
-                raise JournalError(
-                    f"blend {name!r} is through at its sample {end}: new weights from step {entry.step} on "
-                    "would change what the nodes above it have taken since"
-                )
-            changes.append(WeightChange(min(number, MAX_NUMBER - 1), entry.weights))
+            changes.append(WeightChange(number, entry.weights + (0,) * later))
         return rewritten(graph, {id(blend): blend.with_changes(changes)})
+
+    def _grown(self, graph: IndexedDataPipe, source: str) -> IndexedDataPipe:
+        path = _below_the_trunk(path_to_source(graph, source))
+        for node, _ in path[:-1]:
+            if not node.in_order:
+                raise JournalError(
+                    f"{type(node).__name__} stands above source {source!r}: what was consumed is no prefix of the "
+                    "source, so it cannot grow"
+                )
+        whole = path[-1][0]
+        entries = [entry for entry in self.journal.grown if entry.source == source]
+        after = [number_at(path, entry.sample) for entry in entries]
+        cuts = [0, entries[0].had, *(entry.files for entry in entries)]
+        parts = [part_of_source(whole, a, b) for a, b in itertools.pairwise(cuts)]
+        return rewritten(graph, {id(whole): Generations(parts, after)})
+
+
+def with_rosters(graph: IndexedDataPipe, journal: Journal, identity: bool = False) -> IndexedDataPipe:
+    """The graph with all sources that its blends ever had, as they were when the run began.
+
+    A source that was dropped and is not there any more (or is another by now) is a GoneSource.
+
+    identity: every dropped source is, so that the graph says the same with and without their files.
+    Raises JournalError where a source is drawn and not there, or there and not in the journal.
+    """
+    for roster in journal.rosters:
+        blend = path_to_blend(graph, roster.blend)[-1][0]
+        assert isinstance(blend, Blender)
+        present = dict(zip(blend.sources, blend.children, strict=True))
+        children = []
+        for row in roster.rows:
+            child = present.pop(row.source, None)
+            if row.dropped and (identity or child is None or source_identity(child) != row.dropped):
+                child = GoneSource(row.source, row.length, blend.sequence_length, row.dropped)
+            if child is None:
+                raise JournalError(
+                    f"source {row.source!r} belongs to the run and is not in this graph; drop_source (or amend=True "
+                    "when the state is loaded) leaves it out from then on"
+                )
+            children.append(child)
+        if present:
+            raise JournalError(
+                f"source {next(iter(present))!r} is in this graph and not in the run; add_source (or amend=True when "
+                "the state is loaded) takes it in from then on"
+            )
+        weights, caps = [row.weight for row in roster.rows], [row.cap or None for row in roster.rows]
+        graph = rewritten(graph, {id(blend): blend.with_sources(children, weights, caps, bool(roster.exact))})
+    return graph
+
+
+def _below_the_trunk(path: Path) -> Path:
+    """Without the run's own skips and limits, which renumber nothing."""
+    while path[0][0].trunk:
+        path = path[1:]
+    return path

@@ -5,7 +5,8 @@ The files of this package in the order in which a token passes them:
     formats/   the kinds of token file            read.py     files as one token space
     slice.py   windows (resize.py: other lengths) permute.py  the shuffle
     blend.py   the mixture (weights.py: its law)  reorder.py  orders brought along
-    bound.py   skip, limit, once                  shard.py    one rank's part (topology.py)
+    bound.py   skip, limit, once                  exclude.py  rows kept, labels masked
+    shard.py   one rank's part (topology.py)
     batch.py   micro-batches (steps.py: steps)    collate.py  tensors
     combine.py map, zip, concat                   recipes/    read_tokens
 
@@ -31,6 +32,7 @@ from .bound import Limiter, Once, Skipper
 from .collate import CausalLMCollator
 from .combine import Concater, Mapper, Zipper
 from .core import MAX_NUMBER, IndexedDataPipe
+from .exclude import Excluder
 from .formats.own import TokenFileWriter, verify_token_file
 from .ledger import ContentsRecord, WhenRecord
 from .permute import Permuter
@@ -48,6 +50,7 @@ __all__ = [
     "CausalLMCollator",
     "Concater",
     "ContentsRecord",
+    "Excluder",
     "IndexedDataPipe",
     "Limiter",
     "Mapper",

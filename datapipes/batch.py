@@ -20,12 +20,14 @@ class Rows(NamedTuple):
     tokens: int64 (b, sequence_length + 1), or a list of b items where a map made something else.
     sample_numbers: int64 (b,), −1 for padding. sources: int64 (b,), indices into `source_names`.
     valid: bool (b,), False for padding; None unless `once(tail="pad")` is below.
+    masked: bool (b,), True where `exclude` masks every label; None unless a row is.
     """
 
     tokens: Any
     sample_numbers: Int64s
     sources: Int64s
     valid: "np.ndarray | None"
+    masked: "np.ndarray | None" = None
 
 
 @functional_datapipe("batch_samples")
@@ -149,8 +151,9 @@ class SampleBatcher(IndexedDataPipe):
         valid = None
         if self._bound is not None and (ended := samples >= self._bound).any():
             valid = ~ended
+        masked = self._masked(samples, valid)
         if plan_of(child).gather is None:
-            yield from self._made_rows(numbers, samples, valid, columns)
+            yield from self._made_rows(numbers, samples, valid, masked, columns)
             return
         # windows of tokens: from the sample numbers on, so that the sharder is asked only once
         order = sample_node(child)
@@ -171,9 +174,28 @@ class SampleBatcher(IndexedDataPipe):
                 kept = valid[rows]
             elif valid is not None:
                 rows = np.flatnonzero(valid[rows]) + at
-            yield Rows(gather.rows(places[rows], width, columns), samples[rows], sources[rows], kept)
+            hidden = None if masked is None else masked[rows]
+            yield Rows(gather.rows(places[rows], width, columns), samples[rows], sources[rows], kept, hidden)
 
-    def _made_rows(self, numbers: Int64s, samples: Int64s, valid: "np.ndarray | None", columns: Any) -> Iterator[Rows]:
+    def _masked(self, samples: Int64s, valid: "np.ndarray | None") -> "np.ndarray | None":
+        """bool (n,): rows that `exclude` masks; None where it masks none of them."""
+        masked = self.datapipe.masked(samples if valid is None else samples[valid])
+        if masked is None or not masked.any():
+            return None
+        if valid is None:
+            return masked
+        out = np.zeros(samples.size, np.bool_)
+        out[valid] = masked
+        return out
+
+    def _made_rows(
+        self,
+        numbers: Int64s,
+        samples: Int64s,
+        valid: "np.ndarray | None",
+        masked: "np.ndarray | None",
+        columns: Any,
+    ) -> Iterator[Rows]:
         """Items that a map or zip below makes; padding repeats the first of a batch, and is masked later."""
         b, child = self.micro_batch_size, self.datapipe
         leaves = plan_of(child).resolve(numbers if valid is None else numbers[valid])[0]
@@ -188,14 +210,16 @@ class SampleBatcher(IndexedDataPipe):
                 yield Rows(stacked([some.fetch([0])[0]] * b), number, number, kept)
                 continue
             made = child.fetch(numbers[rows], columns)
+            hidden = None if masked is None else masked[at : at + b]
             if self.tail != "pad":
-                yield Rows(stacked(list(made)), samples[rows], sources[rows], None)
+                hidden = None if masked is None else masked[rows]
+                yield Rows(stacked(list(made)), samples[rows], sources[rows], None, hidden)
                 continue
             items = [made[0]] * b
             for place, item in zip(np.flatnonzero(kept).tolist(), made, strict=True):
                 items[place] = item
             number = np.where(kept, samples[at : at + b], -1)
-            yield Rows(stacked(items), number, sources[at : at + b], kept)
+            yield Rows(stacked(items), number, sources[at : at + b], kept, hidden)
 
 
 def batcher_of(graph: IndexedDataPipe) -> "SampleBatcher | None":

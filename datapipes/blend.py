@@ -19,10 +19,13 @@ ON_EXHAUSTED = ("stop", "renormalise", "error")
 
 
 class WeightChange(NamedTuple):
-    """From the blend's number `number` on, its sources have these integer weights."""
+    """From the blend's number `number` on, its sources have these integer weights, and, where they are given,
+    these caps.
+    """
 
     number: int
-    weights: tuple[int, ...]
+    weights: "tuple[int, ...] | None"
+    caps: "tuple[int | None, ...] | None" = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Blender(IndexedDataPipe):
                 raise WeightsError("repeats belongs to a blend without weights; max_epochs caps a weighted one")
             given = as_shares(self.sources, weights) if weights is not None else [float(n) for n in lengths]
             self.weights = quantise(self.sources, tempered(given, temperature))
-        self._given_caps = self._caps(max_epochs, lengths)
+        self.given_caps = self._caps(max_epochs, lengths)
         self.changes: tuple[WeightChange, ...] = ()
         _ = self.phases  # whatever cannot be blended is refused here
 
@@ -163,7 +166,10 @@ class Blender(IndexedDataPipe):
     @property
     def caps(self) -> "tuple[int | None, ...]":
         """Samples that each source can give, where that has an end: by max_epochs, or its own."""
-        pairs = zip(self._given_caps, self.children, strict=True)
+        return self._ended(self.given_caps)
+
+    def _ended(self, caps: "tuple[int | None, ...]") -> "tuple[int | None, ...]":
+        pairs = zip(caps, self.children, strict=True)
         return tuple(min(cap or MAX_NUMBER, child.end) if child.finite else cap for cap, child in pairs)
 
     # Phases -------------------------------------------------------------------------------------------
@@ -173,6 +179,29 @@ class Blender(IndexedDataPipe):
         copy = self.with_children(*self.children)
         copy.changes = tuple(changes)
         return copy
+
+    def with_sources(
+        self,
+        children: "Sequence[IndexedDataPipe]",
+        weights: "Sequence[int]",
+        caps: "Sequence[int | None]",
+        exact: bool,
+    ) -> "Blender":
+        """The same blend of other sources, with these integer weights and caps in samples."""
+        copy = self.changed(
+            children=tuple(children),
+            sources=tuple(child.name for child in children),
+            weights=tuple(weights),
+            given_caps=tuple(caps),
+            exact=exact,
+        )
+        copy.check()
+        return copy
+
+    def weights_at(self, number: int) -> tuple[int, ...]:
+        """The integer weights that were asked for at one of our numbers, by the last change up to it."""
+        asked = [change.weights for change in self.changes if change.number <= number and change.weights]
+        return asked[-1] if asked else self.weights
 
     def integer_weights(self, weights: Any, temperature: "float | None" = None) -> tuple[int, ...]:
         """What these weights are stored as. Raises WeightsError, ArgumentTypeError."""
@@ -186,6 +215,7 @@ class Blender(IndexedDataPipe):
         pending = list(self.changes)
         stops, caps = self.on_exhausted != "renormalise", self.caps
         end, exhausted = MAX_NUMBER, None
+        asked = self.weights  # before those of sources that are through became 0
         while True:
             start, tree, offset = first[-1], trees[-1], offsets[-1]
             # where a capped source would be drawn once too often; or, where the others go on, is through
@@ -204,7 +234,12 @@ class Blender(IndexedDataPipe):
             if stops and reached < change:
                 end, exhausted = reached, self.sources[source]
                 break
-            weights = pending.pop(0).weights if change <= reached else tree.weights
+            weights = tree.weights
+            if change <= reached:
+                changed = pending.pop(0)
+                weights = changed.weights or asked
+                asked = weights
+                caps = caps if changed.caps is None else self._ended(changed.caps)
             counts = [a + b for a, b in zip(offset, tree.counts(at - start), strict=True)]
             if not stops:
                 full = [cap is not None and count >= cap for cap, count in zip(caps, counts, strict=True)]
@@ -227,7 +262,7 @@ class Blender(IndexedDataPipe):
 
     @property
     def settings(self) -> dict[str, Any]:
-        caps = {"caps": [cap or 0 for cap in self._given_caps]} if any(self._given_caps) else {}
+        caps = {"caps": [cap or 0 for cap in self.given_caps]} if any(self.given_caps) else {}
         what = {"on_exhausted": self.on_exhausted} if any(self.caps) else {}
         return {"exact": int(self.exact), "weights": list(self.weights), **caps, **what}
 

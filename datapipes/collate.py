@@ -24,8 +24,8 @@ class CausalLMCollator(IndexedDataPipe):
     An item is a dict:
         input_ids: int64 (b, sequence_length)
         label_ids: int64 (b, sequence_length), already shifted: label_ids[r, i] follows input_ids[r, i].
-            Both are views of one buffer. (Hugging Face models shift `labels` themselves: give them
-            input_ids as labels, not these.)
+            Both are views of one buffer. Rows that `exclude` masks have labels −100.
+            (Hugging Face models shift `labels` themselves: give them input_ids as labels, not these.)
         row_valid: bool (b,), only where `once(tail="pad")` is below; padded rows have labels −100.
         source_ids: int64 (b,), on request: indices into `source_names`, −1 for padding.
         sample_numbers: int64 (b,), on request: places in the run's global order, −1 for padding.
@@ -75,9 +75,12 @@ class CausalLMCollator(IndexedDataPipe):
             )
         tokens = np.asarray(tokens, np.int64)
         batch = {}
+        hidden = rows.masked
         if rows.valid is not None and not rows.valid.all():
+            hidden = ~rows.valid if hidden is None else ~rows.valid | hidden
+        if hidden is not None and hidden.any():
             labels = tokens[:, 1:].copy()
-            labels[~rows.valid] = IGNORED_LABEL
+            labels[hidden] = IGNORED_LABEL
             batch["input_ids"] = torch.from_numpy(tokens[:, :-1])
             batch["label_ids"] = torch.from_numpy(labels)
         else:

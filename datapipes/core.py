@@ -228,6 +228,10 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
         """(n,) of our numbers → (n,) their places in the run's global order (of a batch, its first row's)."""
         return self.datapipe.sample_numbers(numbers) if self.trunk else numbers
 
+    def masked(self, samples: Int64s) -> "np.ndarray | None":
+        """bool (n,): which of these sample numbers of the run have every label masked; None: none has."""
+        return self.datapipe.masked(samples) if self.trunk else None
+
     @property
     def sequence_length(self) -> int:
         """Tokens a row (S); a row also carries the label token after them."""

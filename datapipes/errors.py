@@ -15,6 +15,7 @@ Each is also the built-in that a caller would catch without knowing us:
     │   └── StateMismatchError                a good state, of another order
     ├── JournalError (ValueError)             a change of the run that cannot be recorded
     ├── SourceExhaustedError (RuntimeError)   a capped source is through, and that is an error
+    ├── SourceGoneError (RuntimeError)        tokens of a dropped source that is no longer there
     └── LoaderError (RuntimeError)            a loader used out of turn
         ├── IteratorInvalidatedError
         └── LoaderShutdownError
@@ -33,6 +34,7 @@ __all__ = [
     "LoaderWarning",
     "OutOfRangeError",
     "SourceExhaustedError",
+    "SourceGoneError",
     "StateError",
     "StateMismatchError",
     "TokenFileError",
@@ -94,6 +96,10 @@ class JournalError(TokenpipeError, ValueError):
 
 class SourceExhaustedError(TokenpipeError, RuntimeError):
     """A source with a cap is through, and `on_exhausted="error"` was asked for."""
+
+
+class SourceGoneError(TokenpipeError, RuntimeError):
+    """Tokens were asked for of a source that was dropped from the run and is no longer there."""
 
 
 class LoaderError(TokenpipeError, RuntimeError):

@@ -16,17 +16,33 @@ from .formats import TokenLayout
 if TYPE_CHECKING:
     from .core import IndexedDataPipe
 
-__all__ = ["describe_order", "files_fingerprint", "order_fingerprint", "order_of", "source_contents"]
+__all__ = [
+    "describe_order",
+    "files_fingerprint",
+    "identity_from",
+    "order_fingerprint",
+    "order_of",
+    "prefix_fingerprints",
+    "source_contents",
+    "source_identity",
+    "source_lines",
+]
 
 BLOCKS, BLOCK = 64, 4096
 
 
 def files_fingerprint(files: Sequence[TokenLayout]) -> str:
     """32 hex digits of the contents of files in order. Raises TokenFileError."""
-    total = hashlib.blake2b(digest_size=16)
+    return prefix_fingerprints(files)[-1]
+
+
+def prefix_fingerprints(files: Sequence[TokenLayout]) -> "list[str]":
+    """The same for the first file, the first two, … all of them."""
+    total, found = hashlib.blake2b(digest_size=16), []
     for file in files:
         total.update(_file_digest(file))
-    return total.hexdigest()
+        found.append(total.hexdigest())
+    return found
 
 
 def _file_digest(file: TokenLayout) -> bytes:
@@ -88,6 +104,11 @@ def describe_order(graph: "IndexedDataPipe") -> "dict[str, str]":
 
     A source is its name, in blends of blends a path of names (escaped as in JSON pointers, RFC 6901).
     """
+    return source_lines(order_of(graph))
+
+
+def source_lines(graph: "IndexedDataPipe") -> "dict[str, str]":
+    """The same for a source below a blend, where skips and limits decide the order too."""
     lines: dict[str, str] = {}
 
     def walk(node: "IndexedDataPipe", place: str) -> None:
@@ -104,8 +125,19 @@ def describe_order(graph: "IndexedDataPipe") -> "dict[str, str]":
             fork = len(node.children) > 1 or node.functional_name == "blend"
             walk(child, f"{place}{'/' if place else '@'}{name}" if fork else place)
 
-    walk(order_of(graph), "")
+    walk(graph, "")
     return lines
+
+
+def source_identity(source: "IndexedDataPipe") -> str:
+    """16 hex digits of what decides the order of one source of a blend: its nodes' settings, its contents."""
+    return identity_from(source_lines(source), source_contents(source))
+
+
+def identity_from(lines: "dict[str, str]", contents: "dict[str, str]") -> str:
+    """The same from {node: settings} and {name: contents}, of which 16 digits count."""
+    text = json.dumps([sorted(lines.items()), sorted((name, found[:16]) for name, found in contents.items())])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def order_fingerprint(graph: "IndexedDataPipe") -> str:

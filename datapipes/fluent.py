@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .collate import CausalLMCollator
     from .combine import Concater, Mapper, Zipper
     from .core import IndexedDataPipe
+    from .exclude import Excluder
     from .permute import Permuter
     from .reorder import NanosetOrder, Reorderer
     from .resize import SequenceResizer
@@ -74,6 +75,8 @@ class FluentMethods:
         def limit(self, samples: int | None = None, steps: int | None = None, passes: int | None = None) -> Limiter: ...
 
         def once(self, tail: str = "drop") -> Once: ...
+
+        def exclude(self, ranges: Mapping[str, Sequence[tuple[int, int]]], from_sample: int = 0) -> Excluder: ...
 
         def shard_ranks(self, topology: Topology, seed: int | None = None) -> RankSharder: ...
 

@@ -43,7 +43,9 @@ class TokenGather:
             self.base[id(reader)] = tokens
             tokens += reader.samples_per_pass
         limits = [reader.vocab_size or MAX_NUMBER for reader in unique for _ in reader.files]
-        self.limit = np.array(limits, np.int64) if min(limits) < MAX_NUMBER else None  # ids must be below it
+        self.limit = (
+            np.array(limits, np.int64) if min(limits, default=MAX_NUMBER) < MAX_NUMBER else None
+        )  # ids must be below it
         self.first: Int64s = np.cumsum([0, *(file.tokens for file in self.files)], dtype=np.int64)
         self.itemcode = np.array([file.itemcode for file in self.files], np.int64)
         self.address = np.zeros(len(self.files), np.uint64)
@@ -132,7 +134,7 @@ class Routes:
         self.gather: TokenGather | None = None
         if windows and len({leaf.sequence_length for leaf in self.leaves}) == 1:
             self.width = self.leaves[0].sequence_length + 1
-            self.gather = TokenGather([leaf.reader for leaf in self.leaves])
+            self.gather = TokenGather([leaf.reader for leaf in self.leaves if leaf.children])  # not of gone sources
 
     def _grow(self, node: IndexedDataPipe) -> Any:
         if makes_items(node):

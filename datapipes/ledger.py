@@ -10,6 +10,8 @@ from .core import IndexedDataPipe, Int64s, as_count, sample_node
 from .errors import ConfigurationError, OutOfRangeError
 from .fingerprint import order_of
 from .gather import Routes, makes_items
+from .grow import GoneSource
+from .read import TokenReader
 from .shard import RankSharder
 from .slice import TokenWindows
 from .steps import StepTable
@@ -23,6 +25,8 @@ class ContentsRecord(NamedTuple):
     sample_number: its place in the run's global order. source, epoch: which source, which time round it.
     token: its first token's place in the source; file: the path as given; file_token: the same token's
     place in that file. The row is `sequence_length` tokens from there, and one more as the last label.
+    Of a dropped source that is gone, token and file_token are −1 and file is empty.
+    masked: every label of the row is masked (see `exclude`).
     """
 
     step: int
@@ -35,21 +39,24 @@ class ContentsRecord(NamedTuple):
     token: int
     file: str
     file_token: int
+    masked: bool
 
 
 class WhenRecord(NamedTuple):
-    """One row that has the token as a label."""
+    """One row that has the token as a label; masked: every label of the row is masked (see `exclude`)."""
 
     step: int
     rank: int
     micro_batch: int
     row: int
+    masked: bool
 
 
 class _View:
     """A graph seen as a run: the order, how it is dealt, and its steps, from sample 0 on."""
 
     def __init__(self, graph: IndexedDataPipe) -> None:
+        self.graph = graph
         self.steps, self.micro_batch_size = steps_of(graph)
         self.sharder: RankSharder | None = None
         self.first = graph.first_sample
@@ -71,7 +78,7 @@ class _View:
         return np.arange(start, stop, dtype=np.int64)
 
     def dealt(self, samples: Int64s) -> "tuple[list[int], ...]":
-        """(n,) sample numbers → steps, ranks, micro-batches, rows."""
+        """(n,) sample numbers → steps, ranks, micro-batches, rows, whether masked."""
         steps = [self.steps.step_of(sample) for sample in samples.tolist()]
         starts = np.array([self.steps.start(step) for step in steps], np.int64)
         # rounds count from the step's first sample; after a resume in the middle of a step, from there
@@ -83,7 +90,12 @@ class _View:
             rank = self.sharder.topology.rank_of_slot(slot, self.sharder.turns(base + turn * dp))
         batch, row = np.divmod(turn, self.micro_batch_size)
         batch += -(-(base - starts) // self.steps.unit)
-        return steps, rank.tolist(), batch.tolist(), row.tolist()
+        return steps, rank.tolist(), batch.tolist(), row.tolist(), self.masked(samples).tolist()
+
+    def masked(self, samples: Int64s) -> np.ndarray:
+        """bool (n,): which of these samples have every label masked."""
+        found = self.graph.masked(samples)
+        return np.zeros(samples.size, np.bool_) if found is None else found
 
 
 def steps_of(graph: IndexedDataPipe) -> tuple[StepTable, int]:
@@ -123,16 +135,23 @@ def contents(graph: IndexedDataPipe, step: int) -> "list[ContentsRecord]":
     for index, leaf in enumerate(routes.leaves):
         at = np.flatnonzero(leaves == index)
         node, number = _windows(leaf, numbers[at])
+        if isinstance(node, GoneSource):
+            for i, epoch in zip(at.tolist(), node.epoch_of(number).tolist(), strict=True):
+                at_step, rank, micro_batch, row, masked = dealt[i]
+                records[i] = ContentsRecord(
+                    at_step, rank, micro_batch, row, int(samples[i]), leaf.name, epoch, -1, "", -1, masked
+                )
+            continue
         tokens = node.starts(number)
         files, places = node.reader.file_of(tokens)
         epochs = node.epoch_of(number)
         for i, token, file, place, epoch in zip(
             at.tolist(), tokens.tolist(), files.tolist(), places.tolist(), epochs.tolist(), strict=True
         ):
-            step, rank, micro_batch, row = dealt[i]
+            at_step, rank, micro_batch, row, masked = dealt[i]
             path = node.reader.files[file].path
             records[i] = ContentsRecord(
-                step, rank, micro_batch, row, int(samples[i]), leaf.name, epoch, token, path, place
+                at_step, rank, micro_batch, row, int(samples[i]), leaf.name, epoch, token, path, place, masked
             )
     return [record for record in records if record is not None]
 
@@ -207,3 +226,28 @@ def _source_names(node: IndexedDataPipe) -> "list[str]":
     if isinstance(node, TokenWindows):
         return [node.name]
     return [name for child in node.children for name in _source_names(child)]
+
+
+def row_spans(leaf: IndexedDataPipe, numbers: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """Which tokens of their source rows hold, their last label too: (n,) the rows' numbers of one leaf →
+    (k,) indices into them, (k,) first tokens, (k,) one past the last ones.
+    """
+    node, number = _windows(leaf, numbers)
+    if isinstance(node, GoneSource):
+        return (np.empty(0, np.int64),) * 3
+    first = node.starts(number)
+    return np.arange(first.size), first, first + node.sequence_length + 1
+
+
+def spaces_by_name(graph: IndexedDataPipe) -> "dict[str, list[TokenReader]]":
+    """The readers of a graph by the names of their sources; a source that grew has several."""
+    found: dict[str, list[TokenReader]] = {}
+
+    def walk(node: IndexedDataPipe) -> None:
+        if isinstance(node, TokenReader) and node not in found.setdefault(node.name, []):
+            found[node.name].append(node)
+        for child in node.children:
+            walk(child)
+
+    walk(graph)
+    return found

@@ -19,7 +19,9 @@ from ..datapipes.errors import (
     LoaderShutdownError,
     LoaderWarning,
 )
+from ..datapipes.journal import Journal
 from ..datapipes.ledger import ContentsRecord, WhenRecord
+from .changes import Moment
 from .in_process import InProcessReadingService
 from .interface import ReadingServiceInterface
 from .run import IndexedRun
@@ -160,14 +162,14 @@ class DataLoader2:
         return DataLoader2Iterator(self, self._iterator_number)
 
     def _initialize(self) -> None:
-        graph = self.reading_service.initialize(self.datapipe)
+        graph = self.reading_service.initialize(self.datapipe if self._run is None else self._run.built)
         if self._run is not None:
             if not isinstance(graph, IndexedDataPipe):
                 raise LoaderError(
                     f"{type(self.reading_service).__name__}.initialize made a stream of an indexed graph, which has "
                     "no place to resume from"
                 )
-            if graph is not self.datapipe:
+            if graph is not self._run.built:
                 run = IndexedRun(graph)
                 run.move(self._run.consumed_samples, self._run.journal)
                 run.placed, self._run = self._run.placed, run
@@ -247,25 +249,32 @@ class DataLoader2:
         """
         return self._indexed("state_dict").state_dict(step)
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any, amend: bool = False) -> None:
         """Goes on where a state says, on this graph's ranks and micro-batches. Invalidates the iterator.
 
         Args:
-            state: what `state_dict` gave, or that as JSON text.
+            state: what `state_dict` gave, or that as JSON text. The journal is that state's from here on.
+            amend: where this graph's blend has other weights or sources, or its sources have more files, that is
+                a change of the run from the next step on, and no error. A source with other files or settings
+                under its old name counts as another source.
 
         Raises StateError for what is no state, StateMismatchError (with every difference) for one of another
         order, BatchSizeError for one from inside a step whose rest dp_size × micro-batch does not divide.
         """
-        self._indexed("load_state_dict").load_state_dict(state)
+        self._indexed("load_state_dict").load_state_dict(state, amend)
         self._drop_items("a state was loaded")
 
     @classmethod
     def from_state(
-        cls, state: Any, datapipe: DataPipe, reading_service: "ReadingServiceInterface | None" = None
+        cls,
+        state: Any,
+        datapipe: DataPipe,
+        reading_service: "ReadingServiceInterface | None" = None,
+        amend: bool = False,
     ) -> "DataLoader2":
-        """A loader over this graph that goes on where the state says."""
+        """A loader over this graph that goes on where the state says (amend: see `load_state_dict`)."""
         loader = cls(datapipe, reading_service=reading_service)
-        loader.load_state_dict(state)
+        loader.load_state_dict(state, amend)
         return loader
 
     def seek(self, step: int) -> None:
@@ -278,21 +287,93 @@ class DataLoader2:
         self._indexed("restart").restart()
         self._drop_items("the loader was restarted")
 
-    def update_weights(self, weights: Any, temperature: "float | None" = None, blend: "str | None" = None) -> None:
-        """New weights of a blend from the first step on of which nothing was delivered.
+    # Changes of the run: from the first step on of which nothing was delivered ---------------------------
+    #
+    # Every rank must make the same ones at the same step. The iterator stays valid; what was read ahead is
+    # dropped. A resume is exact afterwards: nothing seen comes again, nothing unseen is lost but what was named.
 
-        Every rank must call it at the same step. The iterator stays valid; what was read ahead is dropped. A
-        resume is exact afterwards, nothing seen comes again, nothing unseen is lost.
+    def update_weights(
+        self, weights: Any = None, temperature: "float | None" = None, blend: "str | None" = None
+    ) -> None:
+        """New weights of a blend.
 
         Args:
-            weights: {source: weight} or a list in the order of the sources.
+            weights: {source: weight} or a list in the order of the sources; left out, their lengths.
+            temperature: share ** (1 / temperature), as in `blend`.
             blend: the name of one of several blends; left out, the one that has these sources, else the topmost.
 
         Raises WeightsError, JournalError (no blend, a permute above it, a change before a recorded one, a blend
         below others that is through).
         """
-        run = self._indexed("update_weights")
-        run.update_weights(weights, temperature, blend)
+        self._change("update_weights", lambda moment: moment.weights(weights, temperature, blend))
+
+    def add_source(
+        self,
+        source: IndexedDataPipe,
+        weights: Any = None,
+        temperature: "float | None" = None,
+        blend: "str | None" = None,
+    ) -> None:
+        """One more source for a blend; one that was dropped goes on where it stopped. A graph for a later resume
+        has it too.
+
+        Args:
+            source: as the blend's others: sliced and permuted, with a name of its own.
+            weights: of all sources from now on; of an exact union left out, their lengths.
+
+        Raises JournalError, WeightsError, ConfigurationError.
+        """
+        self._change("add_source", lambda moment: moment.add(source, weights, temperature, blend))
+
+    def drop_source(self, source: str, weights: Any = None, blend: "str | None" = None) -> None:
+        """A source is drawn no more. Its files may go, and a graph for a later resume may leave it out: earlier
+        steps then show its name without text.
+
+        Args:
+            weights: of the others from now on; left out, they keep their ratio.
+
+        Raises JournalError, WeightsError.
+        """
+        self._change("drop_source", lambda moment: moment.drop(source, weights, blend))
+
+    def grow_source(self, source: str, paths: Any, dtype: object = None) -> None:
+        """More files for a source, behind those it has. The unseen rest of its epoch and the new files are mixed
+        evenly; nothing seen comes again before all of it is through. A later graph lists the files in this order.
+
+        Args:
+            paths, dtype: as in TokenReader.
+
+        Raises JournalError for a source that cannot grow, TokenFileError.
+        """
+        self._change("grow_source", lambda moment: moment.grow(source, paths, dtype))
+
+    def update_global_batch_size(self, global_batch_size: "int | Sequence[tuple[int, int]]") -> None:
+        """Another number of samples a step, or a schedule of (step, size). Raises BatchSizeError."""
+        self._change("update_global_batch_size", lambda moment: moment.batch_size(global_batch_size))
+
+    def jump(self, steps: int) -> None:
+        """Leaves out the data of the next `steps` steps; the step counter goes on. Raises OutOfRangeError."""
+        self._change("jump", lambda moment: moment.jump(steps))
+
+    def exclude(
+        self,
+        source: str,
+        tokens: "Sequence[tuple[int, int]] | None" = None,
+        documents: "Sequence[int | str] | int | str | None" = None,
+    ) -> None:
+        """Masks every label of the rows that hold these tokens; they keep their places, as all others do.
+
+        Args:
+            tokens: [(first, stop), …] of the source, stop exclusive.
+            documents: their numbers in the source, or their ids.
+
+        Raises ConfigurationError, OutOfRangeError.
+        """
+        self._change("exclude", lambda moment: moment.exclude(source, tokens, documents))
+
+    def _change(self, what: str, make: "Callable[[Moment], tuple[IndexedDataPipe, Journal]]") -> None:
+        run = self._indexed(what)
+        run.record(make(run.moment))
         if self._iterating:
             _close(self._items)
             self._items = self._indexed_items()

@@ -6,16 +6,18 @@ sample number from which it goes on. Every move (a seek, a loaded state, new wei
 
 from typing import Any
 
-from ..adapters.journal import ApplyJournal
+from ..adapters.journal import ApplyJournal, with_rosters
 from ..adapters.resume import ResumeSkip
 from ..datapipes.batch import batcher_of
 from ..datapipes.bound import Once
 from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count
 from ..datapipes.errors import JournalError, OutOfRangeError
-from ..datapipes.journal import Journal, WeightsEntry, blend_to_change
+from ..datapipes.journal import Journal, blend_to_change
 from ..datapipes.ledger import steps_of
 from ..datapipes.steps import Schedule, StepTable
-from .state import MOST_BYTES, State, check_same_order, identity_of, parse_state, size_of
+from .amend import amended
+from .changes import Moment
+from .state import MOST_BYTES, State, check_same_order, identity_of, mismatches, parse_state, size_of
 
 __all__ = ["IndexedRun"]
 
@@ -28,6 +30,7 @@ class IndexedRun:
     """
 
     def __init__(self, graph: IndexedDataPipe) -> None:
+        self.earlier: list[IndexedDataPipe] = []  # as built before sources came: an earlier state may want them
         self.built = graph
         self.journal = Journal()
         self.graph = graph
@@ -59,10 +62,14 @@ class IndexedRun:
         """The first step of which nothing was delivered."""
         return self._table.next_step(self.consumed_samples)
 
-    def move(self, sample: int, journal: "Journal | None" = None) -> None:
+    def move(self, sample: int, journal: "Journal | None" = None, built: "IndexedDataPipe | None" = None) -> None:
         """Goes on from this sample number. Nothing changes where that raises."""
         journal = self.journal if journal is None else journal
-        graph = ResumeSkip(sample)(ApplyJournal(journal)(self.built))
+        built = self.built if built is None else built
+        graph = ResumeSkip(sample)(ApplyJournal(journal)(built))
+        if built is not self.built:
+            self.earlier = [g for g in (*self.earlier, self.built) if g is not built]
+            self.built = built
         self._table, _ = steps_of(graph)
         self.graph, self.journal, self.delivered, self.through = graph, journal, 0, False
 
@@ -98,23 +105,25 @@ class IndexedRun:
 
     # The journal ----------------------------------------------------------------------------------------
 
-    def update_weights(self, weights: Any, temperature: "float | None" = None, blend: "str | None" = None) -> None:
-        """New weights from the next step's first sample. Raises WeightsError, JournalError."""
-        names = list(weights) if isinstance(weights, dict) and blend is None else None
-        target, name = blend_to_change(self.graph, names, blend or "")
+    @property
+    def moment(self) -> Moment:
+        """Where a change of the run would begin. Raises JournalError before one that is recorded already."""
         step = self.next_step()
-        quantised = target.integer_weights(weights, temperature)
-        entry = WeightsEntry(step, self._table.start(step), name, quantised)
-        journal = self.journal.with_weights(entry)
+        self.journal.check_from(step, self._table.start(step))
+        return Moment(self.built, self.graph, self.journal, self._table, step)
+
+    def record(self, changed: "tuple[IndexedDataPipe, Journal]") -> None:
+        """Goes on with a changed graph and journal. Nothing changes where that raises."""
+        built, journal = changed
         without = State(self.consumed_samples, journal, self._schedule, {}, {}).as_json()
         # a quarter is for what the graph is (which is not read here), an eighth for breakpoints of later resumes
         if size_of(without) > MOST_BYTES * 5 // 8:
             raise JournalError(
-                f"the journal is full ({len(self.journal.weights)} changes of weights): a state has at most "
+                f"the journal is full ({len(self.journal.entries)} changes): a state has at most "
                 f"{MOST_BYTES // 1024} KiB"
             )
         through = self.through
-        self.move(self.consumed_samples, journal)
+        self.move(self.consumed_samples, journal, built)
         self.through = through
 
     # State ------------------------------------------------------------------------------------------------
@@ -122,21 +131,28 @@ class IndexedRun:
     def state_dict(self, step: "int | None" = None) -> dict[str, Any]:
         """The state now, or when `step` steps are done, whatever was handed out (as after seek(step))."""
         consumed = self.consumed_samples if step is None else self._sample_of(step)
-        return State(consumed, self.journal, self._schedule, *identity_of(self.built)).as_json()
+        identity = identity_of(with_rosters(self.built, self.journal, identity=True))
+        return State(consumed, self.journal, self._schedule, *identity).as_json()
 
-    def load_state_dict(self, value: Any) -> None:
-        """Goes on where a state says. Raises StateError, StateMismatchError, BatchSizeError."""
+    def load_state_dict(self, value: Any, amend: bool = False) -> None:
+        """Goes on where a state says. Raises StateError, StateMismatchError, JournalError, BatchSizeError."""
         state = parse_state(value)
-        check_same_order(state, self.built)
+        # sources that came since the state was saved are no part of it
+        built = next((g for g in [self.built, *reversed(self.earlier)] if not mismatches(state, g)), None)
         journal = state.journal
+        if built is None:
+            built = self.built
+            if not amend:
+                check_same_order(state, built)
+            journal = amended(state, built)
         if state.schedule != self._schedule:
             # another global batch size from here on: a breakpoint, so that earlier steps keep their meaning
             step = state.steps.next_step(state.consumed_samples)
             table = state.steps.then(self._schedule, step)
-            journal = Journal(tuple(e._replace(sample=table.start(e.step)) for e in journal.weights), table.breakpoints)
+            journal = journal.on_steps(table.breakpoints, table.start)
         for blend in {entry.blend for entry in journal.weights}:
-            blend_to_change(self.built, blend=blend)
-        self.move(state.consumed_samples, journal)
+            blend_to_change(built, blend=blend)
+        self.move(state.consumed_samples, journal, built)
         self.placed = True
 
 

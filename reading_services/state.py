@@ -5,6 +5,9 @@
      "journal": {"schedule": [[0, 256]], "breakpoints": [], "weights": [[480, 122880, "", [3006477107, …]]]},
      "order": {"blend": "{…}", "permute:*": "{\\"seed\\":7}", …}, "sources": {"prose": "9f0c…", …}}
 
+Version 2 is written where the journal has more: "grown", "jumps", "excluded", "rosters" (see datapipes/journal.py),
+each a list of lists of fields.
+
 `order` is what decides the order besides the files, as "node@source", or "node:*" where all sources agree;
 `sources` are the files by content. More than 32 of either are put into 32 buckets, so that a state stays below 64 KiB.
 Nothing in a state is ever imported, opened or called; what is not exactly this is refused.
@@ -13,20 +16,32 @@ Nothing in a state is ever imported, opened or called; what is not exactly this 
 import hashlib
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..adapters.journal import with_rosters
+from ..datapipes.blend import Blender
 from ..datapipes.core import MAX_NUMBER, IndexedDataPipe
-from ..datapipes.errors import StateError, StateMismatchError
+from ..datapipes.errors import JournalError, StateError, StateMismatchError
 from ..datapipes.fingerprint import describe_order, order_of, source_contents
-from ..datapipes.journal import Journal, WeightsEntry
+from ..datapipes.journal import (
+    ExcludedEntry,
+    GrownEntry,
+    Journal,
+    JumpEntry,
+    Roster,
+    RosterRow,
+    WeightsEntry,
+    path_to_blend,
+)
 from ..datapipes.read import TokenReader
 from ..datapipes.steps import Breakpoint, Schedule, StepTable
-from ..datapipes.weights import SCALE
+from ..datapipes.weights import LARGEST_TOTAL, SCALE
 
 __all__ = ["MOST_BYTES", "State", "identity_of", "mismatches", "parse_state"]
 
-FORMAT, VERSION = "tokenpipe-state", 1
+FORMAT = "tokenpipe-state"
 MOST_BYTES = 64 * 1024
 MOST_NAMED = 32
 
@@ -47,16 +62,24 @@ class State:
         return StepTable.of(self.schedule) if breakpoints is None else StepTable(breakpoints)
 
     def as_json(self) -> dict[str, Any]:
-        """The state as plain dicts, lists, integers and strings."""
+        """The state as plain dicts, lists, integers and strings, of the earliest version that can say it."""
+        journal = self.journal
+        later = {
+            "grown": [list(e) for e in journal.grown],
+            "jumps": [list(e) for e in journal.jumps],
+            "excluded": [list(e) for e in journal.excluded],
+            "rosters": [[r.blend, r.exact, [list(row) for row in r.rows]] for r in journal.rosters],
+        }
         return {
             "format": FORMAT,
-            "version": VERSION,
+            "version": 2 if any(later.values()) else 1,
             "consumed_samples": self.consumed_samples,
             "step": self.steps.step_of(self.consumed_samples),
             "journal": {
                 "schedule": [list(pair) for pair in self.schedule],
-                "breakpoints": [list(b) for b in self.journal.breakpoints or ()],
-                "weights": [[e.step, e.sample, e.blend, list(e.weights)] for e in self.journal.weights],
+                "breakpoints": [list(b) for b in journal.breakpoints or ()],
+                "weights": [[e.step, e.sample, e.blend, list(e.weights)] for e in journal.weights],
+                **{kind: entries for kind, entries in later.items() if entries},
             },
             "order": dict(self.order),
             "sources": dict(self.sources),
@@ -107,6 +130,12 @@ def _setting(order: dict[str, str], key: str) -> "str | None":
 
 def mismatches(state: State, graph: IndexedDataPipe) -> list[str]:
     """What of a saved state is not so in this graph, a line each; none only where all is the same."""
+    if found := [line for roster in state.journal.rosters for line in _other_mixture(state.journal, roster, graph)]:
+        return found
+    try:
+        graph = with_rosters(graph, state.journal, identity=True)
+    except JournalError as error:
+        return [str(error)]
     order, sources = identity_of(graph)
     if (order, sources) == (state.order, state.sources):
         return []
@@ -134,6 +163,41 @@ def mismatches(state: State, graph: IndexedDataPipe) -> list[str]:
     return found
 
 
+def _other_mixture(journal: Journal, roster: Roster, graph: IndexedDataPipe) -> "Iterator[str]":
+    """A graph whose sources changed may say the mixture that the run began with, or the one it has now."""
+    try:
+        blend = path_to_blend(graph, roster.blend)[-1][0]
+    except JournalError as error:
+        yield str(error)
+        return
+    assert isinstance(blend, Blender)
+    began = {row.source: row.weight for row in roster.rows}
+    changes = [e for e in journal.weights if e.blend == roster.blend]
+    now = dict(zip(roster.sources, changes[-1].weights, strict=False)) if changes else began
+    here = dict(zip(blend.sources, blend.weights, strict=True))
+    if not (blend.exact and roster.exact) and all(_drawn(here) != _drawn(mixture) for mixture in (began, now)):
+        yield (
+            f"blend {roster.blend!r}: weights {_shares(here)} here; the run began with {_shares(began)} and now has "
+            f"{_shares(now)}"
+        )
+    caps = {row.source: {row.cap} for row in roster.rows}
+    for entry in journal.grown:
+        if entry.source in caps:
+            caps[entry.source].add(entry.cap)
+    for source, cap in zip(blend.sources, blend.given_caps, strict=True):
+        if source in caps and (cap or 0) not in caps[source]:
+            yield f"blend {roster.blend!r}: source {source!r} ends after {cap or 'no'} samples here, not {caps[source]}"
+
+
+def _drawn(weights: dict[str, int]) -> dict[str, int]:
+    return {source: weight for source, weight in weights.items() if weight}
+
+
+def _shares(weights: dict[str, int]) -> str:
+    total = sum(weights.values())
+    return ", ".join(f"{source} {weight / total:.4g}" for source, weight in weights.items() if weight)
+
+
 def _paths(node: IndexedDataPipe) -> dict[str, list[str]]:
     if isinstance(node, TokenReader):
         paths = [file.path for file in node.files]
@@ -159,10 +223,10 @@ def parse_state(value: Any) -> State:
     _check_plain(value, [20_000], 0)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise StateError(f"not a tokenpipe state: its format is not {FORMAT!r}")
-    if value.get("version") != VERSION:
+    version = value.get("version")
+    if type(version) is not int or version not in (1, 2):
         raise StateError(
-            f"state version {value.get('version')!r:.40}; this tokenpipe reads version {VERSION}: was it saved by a "
-            "later one?"
+            f"state version {version!r:.40}; this tokenpipe reads versions 1 and 2: was it saved by a later one?"
         )
     if size_of(value) > MOST_BYTES:
         raise StateError(f"the state has more than {MOST_BYTES} bytes, which no state has")
@@ -170,7 +234,7 @@ def parse_state(value: Any) -> State:
     journal = value["journal"]
     if not isinstance(journal, dict):
         raise StateError("journal must be an object")
-    _keys("journal", journal, {"schedule", "breakpoints", "weights"})
+    _keys("journal", journal, {"schedule", "breakpoints", "weights"}, _LATER if version == 2 else set())
     schedule = tuple((step, size) for step, size in _rows("journal.schedule", journal["schedule"], (int, int)))
     breakpoints = tuple(
         Breakpoint(*row) for row in _rows("journal.breakpoints", journal["breakpoints"], (int, int, int))
@@ -183,25 +247,67 @@ def parse_state(value: Any) -> State:
     for entry in entries:
         if not all(type(w) is int for w in entry.weights) or sum(entry.weights) != SCALE:
             raise StateError(f"journal.weights at step {entry.step}: integers that add up to 2**32 were expected")
-    if [e.sample for e in entries] != sorted(e.sample for e in entries):
-        raise StateError("journal.weights: its changes are not in order")
+    whole = Journal(entries, breakpoints or None, *_later_entries(journal))
+    for kind in ("weights", "grown", "jumps", "excluded"):
+        samples = [entry.sample for entry in getattr(whole, kind)]
+        if samples != sorted(samples):
+            raise StateError(f"journal.{kind}: its changes are not in order")
     for name in ("order", "sources"):
         found = value[name]
         if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
             raise StateError(f"{name} must be an object of strings")
     state = State(
         _number("consumed_samples", value["consumed_samples"]),
-        Journal(entries, breakpoints or None),
+        whole,
         schedule,
         dict(value["order"]),
         dict(value["sources"]),
     )
     if _number("step", value["step"]) != state.steps.step_of(state.consumed_samples):
         raise StateError(f"step {value['step']} is not the step of sample {state.consumed_samples}")
-    for entry in entries:
-        if state.steps.start(entry.step) != entry.sample:
-            raise StateError(f"journal.weights: step {entry.step} does not begin at sample {entry.sample}")
+    for change in whole.entries:
+        if state.steps.start(change.step) != change.sample:
+            raise StateError(f"the journal has a change at step {change.step}, which does not begin at {change.sample}")
     return state
+
+
+_LATER = {"grown", "jumps", "excluded", "rosters"}
+
+
+def _later_entries(journal: dict[str, Any]) -> tuple[Any, ...]:
+    """(grown, jumps, excluded, rosters) of a journal of version 2, checked."""
+
+    def entries(kind: str, make: Any, types: tuple[type, ...]) -> tuple[Any, ...]:
+        return tuple(make(*row) for row in _rows(f"journal.{kind}", journal.get(kind, []), types))
+
+    grown = entries("grown", GrownEntry, (int, int, str, int, int, int))
+    jumps = entries("jumps", JumpEntry, (int, int, int))
+    excluded = entries("excluded", ExcludedEntry, (int, int, str, int, int))
+    rosters = tuple(
+        Roster(
+            blend, exact, tuple(RosterRow(*row) for row in _rows("journal.rosters", rows, (str, int, int, int, str)))
+        )
+        for blend, exact, rows in _rows("journal.rosters", journal.get("rosters", []), (str, int, list))
+    )
+    had: dict[str, int] = {}
+    for entry in grown:
+        if not 0 < entry.had < entry.files or entry.had != had.get(entry.source, entry.had):
+            raise StateError(
+                f"journal.grown: {entry.source!r} cannot have grown from {entry.had} to {entry.files} files"
+            )
+        had[entry.source] = entry.files
+    if not all(e.samples for e in jumps) or sum(e.samples for e in jumps) >= MAX_NUMBER:
+        raise StateError("journal.jumps: jumps over 1 to 2**63 - 2 samples in all were expected")
+    if not all(e.first < e.stop for e in excluded):
+        raise StateError("journal.excluded: ranges of tokens [first, stop) were expected")
+    if len({roster.blend for roster in rosters}) != len(rosters):
+        raise StateError("journal.rosters: a blend is there twice")
+    for roster in rosters:
+        total = sum(row.weight for row in roster.rows)
+        fits = 0 < total < LARGEST_TOTAL if roster.exact == 1 else total == SCALE
+        if roster.exact > 1 or not fits or len(set(roster.sources)) != len(roster.rows) or "" in roster.sources:
+            raise StateError(f"journal.rosters: what blend {roster.blend!r} began with is no mixture")
+    return grown, jumps, excluded, rosters
 
 
 def _parse_json(text: "str | bytes") -> Any:
@@ -253,9 +359,11 @@ def _number(name: str, value: Any) -> int:
     return value
 
 
-def _keys(name: str, value: dict[str, Any], expected: set[str]) -> None:
-    if value.keys() != expected:
-        unknown, missing = sorted(value.keys() - expected), sorted(expected - value.keys())
+def _keys(
+    name: str, value: dict[str, Any], expected: set[str], also: "set[str] | frozenset[str]" = frozenset()
+) -> None:
+    unknown, missing = sorted(value.keys() - expected - also), sorted(expected - value.keys())
+    if unknown or missing:
         raise StateError(f"{name}: unknown fields {unknown[:8]!r:.200}, missing fields {missing[:8]}")
 
 

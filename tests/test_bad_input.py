@@ -18,6 +18,7 @@ from tokenpipe.datapipes import (
     Blender,
     CausalLMCollator,
     Concater,
+    Excluder,
     Limiter,
     Mapper,
     NanosetOrder,
@@ -318,6 +319,17 @@ BOUNDS = [
         "before shard_ranks"),
     bad("limit(samples) after the batcher", lambda d: d.batched.limit(samples=3), ConfigurationError, "samples",
         "before"),
+    bad("excluding nothing", lambda d: d.weighted.exclude({}), ArgumentTypeError, "ranges", "{}"),
+    bad("excluding no dict", lambda d: d.weighted.exclude([(0, 3)]), ArgumentTypeError, "ranges"),
+    bad("excluding of an unknown source", lambda d: d.weighted.exclude({"cod": [(0, 3)]}), ConfigurationError, "'cod'",
+        "'code'"),
+    bad("excluding numbers", lambda d: d.weighted.exclude({"code": [3]}), ArgumentTypeError, "'code'", "[3]"),
+    bad("excluding an empty range", lambda d: d.weighted.exclude({"code": [(3, 3)]}), OutOfRangeError, "[3, 3)"),
+    bad("excluding too far", lambda d: d.weighted.exclude({"code": [(3, 10**6)]}), OutOfRangeError, "'code'"),
+    *integers("exclude", lambda d, v: d.weighted.exclude({"code": [(0, 1)]}, v), "from_sample", "0", -1),
+    bad("exclude after the sharder", lambda d: d.sharded.exclude({"code": [(0, 1)]}), ConfigurationError, "exclude",
+        "before shard_ranks"),
+    bad("excluding from a stream", lambda d: Excluder(d.stream, {"a": [(0, 1)]}), ArgumentTypeError, "IterableWrapper"),
     bad("once over a weighted blend", lambda d: d.weighted.once(), ConfigurationError, "once", "weights"),
     bad("once over a weighted blend below", lambda d: d.weighted.limit(samples=3).once(), ConfigurationError, "once"),
     bad("once after the sharder", lambda d: d.blend().shard_ranks(Topology()).once(), ConfigurationError, "once",
@@ -423,7 +435,7 @@ def test_a_bad_argument_is_a_clear_error_and_what_it_was_given_to_works_on(case,
 def test_every_node_takes_part_in_the_table(data):
     nodes = {
         Blender, CausalLMCollator, Concater, Limiter, Mapper, NanosetOrder, Once, Permuter, RankSharder, Reorderer,
-        SampleBatcher, SequenceResizer, SequenceSlicer, Skipper, TokenReader, Zipper,
+        Excluder, SampleBatcher, SequenceResizer, SequenceSlicer, Skipper, TokenReader, Zipper,
     }  # fmt: skip
     registered = {f for f in MapDataPipe.functions.values() if getattr(f.args[0], "functional_name", None)}
     ours = {f.args[0] for f in registered if f.args[0].__module__.startswith("tokenpipe.")}
@@ -612,7 +624,7 @@ LOADER_CALLS = [
     loaders("new weights missing", lambda x: x.update_weights({"prose": 1}), WeightsError, "'code'"),
     loaders("new weights that round away", lambda x: x.update_weights([1, 1e-12]), WeightsError, "'code'", "1e-12"),
     loaders("new weights of a wrong type", lambda x: x.update_weights("all"), ArgumentTypeError, "'all'"),
-    loaders("new weights None", lambda x: x.update_weights(None), ArgumentTypeError, "None"),
+    loaders("no new weights", lambda x: x.update_weights(), WeightsError, "weights", "temperature"),
     loaders("a new temperature", lambda x: x.update_weights([1, 1], temperature=0), WeightsError, "temperature", "0"),
     loaders("a state that is none", lambda x: x.load_state_dict({"step": 3}), StateError, "format"),
     loaders("a state that is text", lambda x: x.load_state_dict("step 3"), StateError, "JSON"),

@@ -56,6 +56,8 @@ def nodes(prose: TokenReader, code: TokenReader, folder) -> dict[str, IndexedDat
         "Reorderer": a.reorder(folder / "order.npy"),
         "NanosetOrder": a.order_nanoset(b, num_samples=100, weights=[0.3, 0.7]),
         "Skipper": blend.skip(13),
+        "Excluder": blend.exclude({"prose": [(3, 30), (200, 201)]}, from_sample=7),
+        "Excluder of batches": blend.exclude({"code": [(0, 40)]}).batch_samples(4).collate_causal_lm(),
         "Limiter": blend.limit(samples=37),
         "Limiter of steps": batches.limit(steps=5),
         "Limiter of passes": batches.collate_causal_lm().limit(passes=2),

@@ -138,7 +138,7 @@ def test_the_documented_example_runs_as_written(tmp_path, monkeypatch):
         assert record.token == places[record.file] + record.file_token
     seen = loader.when(source="prose", token=123_456, steps=range(100_000))
     assert len(seen) > 10
-    for step, rank, micro_batch, row in seen[::5000]:
+    for step, rank, micro_batch, row, _ in seen[::5000]:
         found = [r for r in loader.contents(step) if (r.rank, r.micro_batch, r.row) == (rank, micro_batch, row)]
         assert [(r.source, r.token < 123_456 <= r.token + 2048) for r in found] == [("prose", True)]
 

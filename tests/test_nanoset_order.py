@@ -214,7 +214,7 @@ def test_when_finds_every_row_of_every_copy_of_the_epoch(token_file, steps):
         for source in "abcd":
             for sample in range({"a": 8, "b": 2, "c": 5, "d": 5}[source]):
                 expected = [
-                    (r.step, r.rank, r.micro_batch, r.row)
+                    (r.step, r.rank, r.micro_batch, r.row, False)
                     for r in records
                     if r.source == source and r.token == sample * 8
                 ]

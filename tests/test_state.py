@@ -441,8 +441,8 @@ def test_one_changed_seed_among_many_sources_is_refused(corpus, count):
 
 def test_a_state_of_a_later_version_or_another_format_is_refused_by_its_version(corpus):
     state = corpus.loader().state_dict()
-    with pytest.raises(StateError, match="version 2"):
-        corpus.loader().load_state_dict(state | {"version": 2})
+    with pytest.raises(StateError, match="version 3"):
+        corpus.loader().load_state_dict(state | {"version": 3})
     with pytest.raises(StateError, match="tokenpipe-state"):
         corpus.loader().load_state_dict(state | {"format": "pickle"})
 
@@ -824,7 +824,7 @@ def test_a_failed_load_leaves_the_loader_and_its_iterator_as_they_were(corpus, p
     inside = corpus.loader(micro=1)
     take(iter(inside), 3)
     failing = [
-        None, {}, "", "{", sound | {"version": 2}, sound | {"consumed_samples": 7}, sound | {"extra": 1},
+        None, {}, "", "{", sound | {"version": 3}, sound | {"consumed_samples": 7}, sound | {"extra": 1},
         sound | {"sources": {}}, sound | {"journal": {}}, inside.state_dict(),
         DataLoader2(corpus.graph(corpus.order(weights=(1, 1)))).state_dict(),
     ]  # fmt: skip

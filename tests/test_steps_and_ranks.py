@@ -453,7 +453,7 @@ def test_when_finds_the_rows_that_contents_names_and_no_others(folder, dp, weigh
     source = data.draw(st.sampled_from(sorted(SAMPLES)))
     token = data.draw(st.integers(0, SAMPLES[source] * SEQUENCE + 2))
     expected = [
-        (r.step, r.rank, r.micro_batch, r.row)
+        (r.step, r.rank, r.micro_batch, r.row, False)
         for r in records
         if r.step in steps and r.source == source and r.token < token <= r.token + SEQUENCE
     ]
@@ -472,7 +472,7 @@ def test_a_row_is_found_by_each_of_its_labels_and_by_no_token_beside_them(folder
     graph = graph_of(order.limit(samples=24 * (step + 1)) if limit else order, 0, dp, MICRO_BATCHES[dp], 24)
     loader = DataLoader2(graph)
     record = loader.contents(step)[row]
-    place = (record.step, record.rank, record.micro_batch, record.row)
+    place = (record.step, record.rank, record.micro_batch, record.row, False)
     around = range(max(0, step - 1), step + 2)
     for j in range(-2, SEQUENCE + 3):
         token = record.token + j
@@ -511,7 +511,9 @@ def test_contents_and_when_stay_inverse_through_changes_of_weights(folder):
     records = [record for step in range(STEPS) for record in resumed.contents(step)]
     for source, samples in SAMPLES.items():
         for token in range(1, samples * SEQUENCE + 1):
-            expected = [tuple(r[:4]) for r in records if r.source == source and r.token < token <= r.token + SEQUENCE]
+            expected = [
+                (*r[:4], False) for r in records if r.source == source and r.token < token <= r.token + SEQUENCE
+            ]
             assert resumed.when(source, token, range(STEPS)) == expected
 
 
@@ -542,4 +544,4 @@ def test_one_pass_is_asked_both_ways_too(folder):
     mine = [n for batch in loader for n in batch["sample_numbers"].tolist() if n >= 0]
     assert sorted(mine) == [record.sample_number for record in records if record.rank == 1]
     for record in records[::7]:
-        assert loader.when(record.source, record.token + 1, range(10)) == [tuple(record[:4])]
+        assert loader.when(record.source, record.token + 1, range(10)) == [(*record[:4], False)]

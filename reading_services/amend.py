@@ -1,0 +1,162 @@
+"""A state and a graph that is not quite the saved one: what differs, as entries of the journal from here on."""
+
+import json
+
+from ..adapters.journal import with_rosters
+from ..datapipes.blend import Blender
+from ..datapipes.core import IndexedDataPipe
+from ..datapipes.errors import JournalError, StateMismatchError
+from ..datapipes.fingerprint import identity_from, prefix_fingerprints, source_identity, source_lines
+from ..datapipes.grow import reader_of
+from ..datapipes.journal import GrownEntry, Journal, Roster, RosterRow, WeightsEntry, path_to_blend
+from ..datapipes.weights import quantise
+from .state import State, identity_of, mismatches
+
+__all__ = ["amended"]
+
+UNKNOWN = "?"
+"""The identity of a source that a state says too little of: no source that is there has it."""
+
+
+def amended(state: State, graph: IndexedDataPipe) -> Journal:
+    """The state's journal, and from the next step on what this graph has otherwise: weights, sources that came
+    or went, or have more files. A source with other files or settings under its old name counts as another one.
+
+    Raises StateMismatchError where anything else differs, or a state says too little (more than 32 sources).
+    """
+    step = state.steps.next_step(state.consumed_samples)
+    sample = state.steps.start(step)
+    journal = state.journal
+    try:
+        blend = path_to_blend(graph)[-1][0]
+    except JournalError:
+        raise _refused(state, graph, "only sources of a blend at the graph's top can be amended") from None
+    assert isinstance(blend, Blender)
+    roster = journal.roster("") or _roster_of(state, blend, graph)
+    changes = [entry.weights for entry in journal.weights if not entry.blend]
+    weights = dict(zip(roster.sources, changes[-1] if changes else [row.weight for row in roster.rows], strict=False))
+    present = dict(zip(blend.sources, blend.children, strict=True))
+    here = dict(zip(blend.sources, blend.weights, strict=True))
+    began = {row.source: row.weight for row in roster.rows}
+    new_mixture = {s: w for s, w in here.items() if w} not in (
+        {s: w for s, w in began.items() if w},
+        {s: w for s, w in weights.items() if w},
+    )
+    came_or_went = False
+    for row in roster.rows:
+        child, saved = present.get(row.source), _saved_identity(state, row.source)
+        if row.dropped:
+            if child is None or not (new_mixture and here[row.source]):
+                continue
+            if source_identity(child) == row.dropped:
+                roster = roster.changed(row.source, dropped="")
+            else:
+                roster = _replaced(roster, row.source, step, row.dropped, child)
+            came_or_went = True
+        elif child is None:
+            roster, came_or_went = roster.changed(row.source, dropped=saved), True
+        elif source_identity(child) != saved:
+            if (had := _files_before(child, row.source, saved)) is not None:
+                reader = reader_of(child)
+                cap = row.cap * len(child) // row.length if row.cap else 0
+                journal = journal.with_grown(GrownEntry(step, sample, row.source, had, len(reader.files), cap))
+            else:
+                _check_length(state, row.source, child, graph)
+                roster, came_or_went = _replaced(roster, row.source, step, saved, child), True
+    for source, child in present.items():
+        if source not in roster.sources:
+            roster = roster._replace(rows=(*roster.rows, RosterRow(source, 0, 0, len(child), "")))
+            came_or_went = True
+    journal = journal.with_roster(roster)
+    if came_or_went or (new_mixture and not (blend.exact and roster.exact)):
+        shares = [float(here[source]) for source in roster.live]
+        stored = dict(zip(roster.live, quantise(roster.live, shares), strict=True))
+        order = tuple(stored.get(source, 0) for source in roster.sources)
+        journal = journal.with_weights(WeightsEntry(step, sample, "", order))
+    _check_rest(state, graph, journal)
+    return journal
+
+
+def _refused(state: State, graph: IndexedDataPipe, why: str) -> StateMismatchError:
+    differences = "\n  ".join(mismatches(state, graph))
+    return StateMismatchError(f"this state cannot be amended: {why}. What differs:\n  {differences}")
+
+
+def _roster_of(state: State, blend: Blender, graph: IndexedDataPipe) -> Roster:
+    """What the run began with, from the state's own words."""
+    names = list(state.sources)
+    try:
+        settings = json.loads(state.order["blend"])
+        weights = settings["weights"]
+        caps = settings.get("caps") or [0] * len(weights)
+        lengths = dict(zip(blend.sources, map(len, blend.children), strict=True))
+        rows = [
+            RosterRow(name, int(weight), int(cap), int(weight) if settings["exact"] else lengths.get(name, 0), "")
+            for name, weight, cap in zip(names, weights, caps, strict=True)
+        ]
+    except (KeyError, ValueError, TypeError):
+        raise _refused(
+            state,
+            graph,
+            "it does not say what its blend began with (more than 32 sources, or blends in blends); load it with the "
+            "graph it was saved from, and change the running loader",
+        ) from None
+    return Roster("", int(bool(settings["exact"])), tuple(rows))
+
+
+def _saved_identity(state: State, source: str) -> str:
+    """What `source_identity` gave for a source when the state was saved."""
+    place = source.replace("~", "~0").replace("/", "~1")
+    lines: dict[str, str] = {}
+    for key, value in state.order.items():
+        kind, at, where = key.partition("@")
+        if at and where.startswith(f"{place}/"):
+            return UNKNOWN  # a blend or union of its own
+        if at and where == place:
+            lines[kind] = value
+        elif key.endswith(":*"):
+            lines[key[:-2]] = value
+    if source not in state.sources:
+        return UNKNOWN
+    return identity_from(lines, {source: state.sources[source]})
+
+
+def _files_before(source: IndexedDataPipe, name: str, saved: str) -> "int | None":
+    """How many of the source's first files are the saved source, if some are."""
+    try:
+        reader = reader_of(source)
+    except JournalError:
+        return None
+    whole = source_identity(source)
+    lines = source_lines(source)
+    for count, content in enumerate(prefix_fingerprints(reader.files)[:-1], 1):
+        if identity_from(lines, {name: content}) == saved != whole:
+            return count
+    return None
+
+
+def _check_length(state: State, source: str, child: IndexedDataPipe, graph: IndexedDataPipe) -> None:
+    place = source.replace("~", "~0").replace("/", "~1")
+    line = state.order.get(f"slice_sequences@{place}") or state.order.get("slice_sequences:*")
+    if line and json.loads(line).get("sequence_length") != child.sequence_length:
+        raise _refused(state, graph, "another sequence length goes by resize_sequences(S2, after=...)")
+
+
+def _replaced(roster: Roster, source: str, step: int, saved: str, child: IndexedDataPipe) -> Roster:
+    """The old source under another name, dropped, and the new one under the old name."""
+    past = f"{source} (until step {step})"
+    rows = [row._replace(source=past, dropped=saved) if row.source == source else row for row in roster.rows]
+    return roster._replace(rows=(*rows, RosterRow(source, 0, 0, len(child), "")))
+
+
+def _check_rest(state: State, graph: IndexedDataPipe, journal: Journal) -> None:
+    """Raises unless all that is no source's own is as it was."""
+
+    def rest(order: dict[str, str]) -> dict[str, str]:
+        return {key: value for key, value in order.items() if "@" not in key and not key.endswith(":*")}
+
+    here = rest(identity_of(with_rosters(graph, journal, identity=True))[0])
+    saved = rest(state.order)
+    exhausted = [json.loads(lines.get("blend", "{}")).get("on_exhausted") for lines in (here, saved)]
+    if {**here, "blend": ""} != {**saved, "blend": ""} or exhausted[0] != exhausted[1]:
+        raise _refused(state, graph, "weights, sources and files of sources can change, nothing else")

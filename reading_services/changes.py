@@ -1,0 +1,210 @@
+"""Changes of a running run, each as (graph as built, journal) → (graph as built, journal).
+
+All hold from the next step's first sample, so nothing that was delivered is another thing afterwards.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..adapters.journal import with_rosters
+from ..adapters.surgery import rewritten
+from ..datapipes.blend import Blender
+from ..datapipes.core import IndexedDataPipe, as_count
+from ..datapipes.errors import ArgumentTypeError, ConfigurationError, JournalError, OutOfRangeError, WeightsError
+from ..datapipes.exclude import checked_ranges
+from ..datapipes.fingerprint import source_identity
+from ..datapipes.grow import part_of_source, reader_of, with_reader
+from ..datapipes.journal import (
+    ExcludedEntry,
+    GrownEntry,
+    Journal,
+    JumpEntry,
+    Roster,
+    RosterRow,
+    WeightsEntry,
+    blend_to_change,
+    name_of_blend,
+    number_at,
+    path_to_blend,
+    path_to_source,
+)
+from ..datapipes.ledger import spaces_by_name
+from ..datapipes.read import TokenReader
+from ..datapipes.steps import StepTable, as_schedule
+from ..datapipes.weights import as_shares, quantise, tempered
+
+__all__ = ["Moment"]
+
+Changed = tuple[IndexedDataPipe, Journal]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run stands when it is changed.
+
+    built: its graph without the journal; running: with it. step: the next one of which nothing was delivered.
+    """
+
+    built: IndexedDataPipe
+    running: IndexedDataPipe
+    journal: Journal
+    steps: StepTable
+    step: int
+
+    @property
+    def sample(self) -> int:
+        return self.steps.start(self.step)
+
+    # The mixture ----------------------------------------------------------------------------------------
+
+    def weights(self, weights: Any, temperature: "float | None", blend: "str | None") -> Changed:
+        """Other weights of a blend; weights=None: by its sources' lengths, with a temperature."""
+        names = list(weights) if isinstance(weights, dict) and blend is None else None
+        target, name = self._blend(names, blend)
+        if weights is None and temperature is None:
+            raise WeightsError("update_weights takes weights, a temperature, or both")
+        return self.built, self._weighted(self.journal, target, name, weights, temperature)
+
+    def add(self, source: IndexedDataPipe, weights: Any, temperature: "float | None", blend: "str | None") -> Changed:
+        """One more source; one that was dropped goes on where it stopped."""
+        if not isinstance(source, IndexedDataPipe) or not source.name:
+            raise ArgumentTypeError(f"add_source takes an indexed node with a name, got {source!r:.80}")
+        target, name = self._blend(None, blend)
+        roster = self.journal.roster(name) or Roster.of(target, name)
+        if source.name in roster.live:
+            raise JournalError(f"source {source.name!r} is in the blend already; grow_source adds files to it")
+        if source.sequence_length != target.sequence_length:
+            raise ConfigurationError(
+                f"source {source.name!r} has sequence_length {source.sequence_length}, the blend's others "
+                f"{target.sequence_length}"
+            )
+        if source.name in roster.sources:
+            row = next(row for row in roster.rows if row.source == source.name)
+            if row.dropped != source_identity(source):
+                raise JournalError(
+                    f"source {source.name!r} was dropped from this run with other contents or settings; give the new "
+                    "one another name"
+                )
+            roster = roster.changed(source.name, dropped="")
+        else:
+            roster = roster._replace(rows=(*roster.rows, RosterRow(source.name, 0, 0, len(source), "")))
+        blender = path_to_blend(self.built, name)[-1][0]
+        assert isinstance(blender, Blender)
+        built = self.built
+        if source.name not in blender.sources:
+            children = (*blender.children, source)
+            grown = blender.with_sources(children, (*blender.weights, 0), (*blender.given_caps, None), blender.exact)
+            built = rewritten(built, {id(blender): grown})
+        journal = self.journal.with_roster(roster)
+        now = path_to_blend(with_rosters(built, journal), name)[-1][0]
+        assert isinstance(now, Blender)
+        if weights is None and temperature is None and not roster.exact:
+            raise WeightsError(f"add_source({source.name!r}) needs the weights of all sources from here on")
+        return built, self._weighted(journal, now, name, weights, temperature)
+
+    def drop(self, source: str, weights: Any, blend: "str | None") -> Changed:
+        """A source is drawn no more; its files may go. weights=None: the others keep their ratio."""
+        target, name = self._blend(None, blend)
+        roster = self.journal.roster(name) or Roster.of(target, name)
+        if source not in roster.live:
+            raise JournalError(f"no source {source!r} to drop; the sources are {', '.join(map(repr, roster.live))}")
+        if weights is None:
+            held = dict(zip(target.sources, self._in_force(target, name), strict=True))
+            weights = {live: held[live] for live in roster.live if live != source}
+            if not any(weights.values()):
+                raise WeightsError(f"without source {source!r} nothing would be drawn; give the others weights")
+        built = path_to_blend(self.built, name)[-1][0]
+        child = dict(zip(built.sources, built.children, strict=True))[source]
+        roster = roster.changed(source, dropped=source_identity(child))
+        journal = self.journal.with_roster(roster)
+        return self.built, self._weighted(journal, target, name, weights, None)
+
+    def grow(self, source: str, paths: Any, dtype: object) -> Changed:
+        """More files at the end of a source's."""
+        path = path_to_source(self.built, source)
+        old = reader_of(path[-1][0])
+        more = TokenReader(paths, dtype, name=source, vocab_size=old.vocab_size)
+        reader = old.with_more(more)
+        built = rewritten(self.built, {id(path[-1][0]): with_reader(path[-1][0], reader)})
+        whole = path_to_source(built, source)[-1][0]
+        return built, grown_journal(self, self.journal, source, len(old.files), reader, whole)
+
+    def _blend(self, names: "list[str] | None", blend: "str | None") -> "tuple[Blender, str]":
+        _, name = blend_to_change(self.built, names, blend or "") if names is None else self._by_sources(names)
+        running = path_to_blend(self.running, name)[-1][0]
+        assert isinstance(running, Blender)
+        return running, name
+
+    def _by_sources(self, names: "list[str]") -> "tuple[Blender, str]":
+        """The blend whose live sources these are, else the topmost."""
+        for roster in self.journal.rosters:
+            if set(roster.live) == set(names):
+                return blend_to_change(self.built, blend=roster.blend)
+        return blend_to_change(self.built, names)
+
+    def _in_force(self, blend: Blender, name: str) -> tuple[int, ...]:
+        """The integer weights that hold at the moment."""
+        path = path_to_blend(self.running, name)
+        while path[0][0].trunk:
+            path = path[1:]
+        return blend.weights_at(number_at(path, self.sample))
+
+    def _weighted(
+        self, journal: Journal, blend: Blender, name: str, weights: Any, temperature: "float | None"
+    ) -> Journal:
+        roster = journal.roster(name)
+        live = blend.sources if roster is None else roster.live
+        lengths = {source: float(len(child)) for source, child in zip(blend.sources, blend.children, strict=True)}
+        shares = as_shares(live, weights if weights is not None else {source: lengths[source] for source in live})
+        stored = dict(zip(live, quantise(live, tempered(shares, temperature)), strict=True))
+        order = blend.sources if roster is None else roster.sources
+        entry = WeightsEntry(self.step, self.sample, name, tuple(stored.get(source, 0) for source in order))
+        return journal.with_weights(entry)
+
+    # Steps and rows -------------------------------------------------------------------------------------
+
+    def batch_size(self, value: Any) -> Changed:
+        """Another global batch size, or schedule of them, from here on."""
+        table = self.steps.then(as_schedule(value, self.steps.unit), self.step)
+        return self.built, replace(self.journal, breakpoints=table.breakpoints)
+
+    def jump(self, steps: int) -> Changed:
+        """The data of the next `steps` steps is left out."""
+        samples = self.steps.start(self.step + as_count("steps", steps)) - self.sample
+        last = self.running.last_sample
+        if self.sample + samples >= last:
+            raise OutOfRangeError(
+                f"a jump over {steps} steps from step {self.step} would leave nothing: the run ends at sample {last}"
+            )
+        return self.built, self.journal.with_jump(JumpEntry(self.step, self.sample, samples))
+
+    def exclude(self, source: str, tokens: Any, documents: Any) -> Changed:
+        """Rows that hold these tokens, or tokens of these documents, are masked."""
+        ranges = [] if tokens is None else list(tokens)
+        if documents is not None:
+            spaces = spaces_by_name(self.built).get(source, [])
+            if not spaces:
+                checked_ranges(self.built, {source: [(0, 1)]})  # says what there is
+            several = [documents] if isinstance(documents, (int, str)) else documents
+            ranges += [spaces[0].document_range(document) for document in several]
+        if not ranges:
+            raise ConfigurationError("exclude takes tokens=[(first, stop), …] or documents=[…] of a source")
+        found = checked_ranges(self.built, {source: ranges})
+        entries = [ExcludedEntry(self.step, self.sample, source, *pair) for pair in found[source]]
+        return self.built, self.journal.with_excluded(*entries)
+
+
+def grown_journal(
+    moment: Moment, journal: Journal, source: str, had: int, reader: TokenReader, whole: IndexedDataPipe
+) -> Journal:
+    """The journal with a source's new files, of which `reader` has all; `whole` is the source over it."""
+    part_of_source(whole, had, len(reader.files))  # the new files make a source of their own, or an error now
+    cap = 0
+    for node, _ in path_to_source(moment.built, source):
+        if isinstance(node, Blender) and source in node.sources:
+            name = name_of_blend(moment.built, node)
+            roster = journal.roster(name) or Roster.of(node, name)  # its lengths are what they were
+            journal = journal.with_roster(roster)
+            row = next(row for row in roster.rows if row.source == source)
+            cap = row.cap * len(whole) // row.length if row.cap else 0  # as many epochs of more
+    return journal.with_grown(GrownEntry(moment.step, moment.sample, source, had, len(reader.files), cap))
