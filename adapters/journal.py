@@ -12,6 +12,7 @@ from ..datapipes.fingerprint import order_of, source_identity
 from ..datapipes.grow import Generations, GoneSource, part_of_source
 from ..datapipes.journal import GrownEntry, Journal, Path, WeightsEntry, number_at, path_to_blend, path_to_source
 from ..datapipes.jump import Jumper
+from ..datapipes.ledger import spaces_by_name
 from ..datapipes.steps import StepTable
 from .base import Adapter
 from .surgery import rewritten
@@ -42,9 +43,12 @@ class ApplyJournal(Adapter):
         paths = {name: path_to_blend(graph, name) for name in names}
         for name, _ in sorted(paths.items(), key=lambda item: len(item[1])):  # outer blends first
             graph = self._changed(graph, name)
-        for source in dict.fromkeys(entry.source for entry in journal.grown):
+        there = spaces_by_name(graph)  # what was dropped and is gone has no tokens to place
+        for source in dict.fromkeys(entry.source for entry in journal.grown if entry.source in there):
             graph = self._grown(graph, source)
         for entry in journal.excluded:
+            if entry.source not in there:
+                continue
             order = order_of(graph)
             masked = Excluder(order, {entry.source: [(entry.first, entry.stop)]}, entry.sample)
             graph = rewritten(graph, {id(order): masked})

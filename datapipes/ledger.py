@@ -25,7 +25,7 @@ class ContentsRecord(NamedTuple):
     sample_number: its place in the run's global order. source, epoch: which source, which time round it.
     token: its first token's place in the source; file: the path as given; file_token: the same token's
     place in that file. The row is `sequence_length` tokens from there, and one more as the last label.
-    Of a dropped source that is gone, token and file_token are −1 and file is empty.
+    Of a dropped source that is gone, token and file_token are −1, file is empty, and masked is not known (False).
     masked: every label of the row is masked (see `exclude`).
     """
 

@@ -1,6 +1,8 @@
 """A state and a graph that is not quite the saved one: what differs, as entries of the journal from here on."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
 from ..adapters.journal import with_rosters
 from ..datapipes.blend import Blender
@@ -51,7 +53,7 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
             if source_identity(child) == row.dropped:
                 roster = roster.changed(row.source, dropped="")
             else:
-                roster = _replaced(roster, row.source, step, row.dropped, child)
+                roster, journal = _replaced(roster, journal, row.source, step, row.dropped, child)
             came_or_went = True
         elif child is None:
             roster, came_or_went = roster.changed(row.source, dropped=saved), True
@@ -62,7 +64,8 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
                 journal = journal.with_grown(GrownEntry(step, sample, row.source, had, len(reader.files), cap))
             else:
                 _check_length(state, row.source, child, graph)
-                roster, came_or_went = _replaced(roster, row.source, step, saved, child), True
+                roster, journal = _replaced(roster, journal, row.source, step, saved, child)
+                came_or_went = True
     for source, child in present.items():
         if source not in roster.sources:
             roster = roster._replace(rows=(*roster.rows, RosterRow(source, 0, 0, len(child), "")))
@@ -142,11 +145,18 @@ def _check_length(state: State, source: str, child: IndexedDataPipe, graph: Inde
         raise _refused(state, graph, "another sequence length goes by resize_sequences(S2, after=...)")
 
 
-def _replaced(roster: Roster, source: str, step: int, saved: str, child: IndexedDataPipe) -> Roster:
+def _replaced(
+    roster: Roster, journal: Journal, source: str, step: int, saved: str, child: IndexedDataPipe
+) -> tuple[Roster, Journal]:
     """The old source under another name, dropped, and the new one under the old name."""
     past = f"{source} (until step {step})"
     rows = [row._replace(source=past, dropped=saved) if row.source == source else row for row in roster.rows]
-    return roster._replace(rows=(*rows, RosterRow(source, 0, 0, len(child), "")))
+    roster = roster._replace(rows=(*rows, RosterRow(source, 0, 0, len(child), "")))
+
+    def renamed(entries: Any) -> Any:
+        return tuple(e._replace(source=past) if e.source == source else e for e in entries)
+
+    return roster, replace(journal, grown=renamed(journal.grown), excluded=renamed(journal.excluded))
 
 
 def _check_rest(state: State, graph: IndexedDataPipe, journal: Journal) -> None:
