@@ -8,7 +8,7 @@ The files of this package in the order in which a token passes them:
     bound.py   skip, limit, once                  exclude.py  rows kept, labels masked
     shard.py   one rank's part (topology.py)
     batch.py   micro-batches (steps.py: steps)    collate.py  tensors
-    combine.py map, zip, concat                   recipes/    read_tokens
+    combine.py map, zip, concat                   recipes/    load_recipe, write_recipe, read_tokens
 
 and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, journal.py (what
 changed during the run), ledger.py (contents, when), filemap.py, fingerprint.py, tree.py, errors.py.
@@ -37,12 +37,13 @@ from .formats.own import TokenFileWriter, verify_token_file
 from .ledger import ContentsRecord, WhenRecord
 from .permute import Permuter
 from .read import TokenReader
-from .recipes import read_tokens
+from .recipes import load_nanotron, load_recipe, read_tokens, write_recipe
 from .reorder import NanosetOrder, Reorderer
 from .resize import SequenceResizer
 from .shard import RankSharder
 from .slice import SequenceSlicer
 from .topology import Topology
+from .weights import linear_ramp
 
 __all__ = [
     "MAX_NUMBER",
@@ -69,6 +70,10 @@ __all__ = [
     "Topology",
     "WhenRecord",
     "Zipper",
+    "linear_ramp",
+    "load_nanotron",
+    "load_recipe",
     "read_tokens",
     "verify_token_file",
+    "write_recipe",
 ]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._torch import functional_datapipe
-from .core import MAX_NUMBER, IndexedDataPipe, Int64s
+from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count
 from .errors import ArgumentTypeError, ConfigurationError, SourceExhaustedError, WeightsError
 from .kernels import kernel
 from .weights import LARGEST_TOTAL, WeightTree, as_shares, quantise, tempered, weight_tree
@@ -66,6 +66,9 @@ class Blender(IndexedDataPipe):
             that the source cannot give: the default), "renormalise" (the others go on in their ratio),
             "error" (SourceExhaustedError).
         name: what a blend around this one calls it.
+        schedule: [(number, weights), …]: changes planned from the start, part of the order: from that number of
+            the blend on these weights hold (as they are: temperature is none of theirs); `linear_ramp` makes
+            such lists. A change that a run's journal makes takes the place of all that was planned from there on.
 
     Raises WeightsError, ConfigurationError, ArgumentTypeError.
     """
@@ -82,6 +85,7 @@ class Blender(IndexedDataPipe):
         max_epochs: "Mapping[str, float] | float | None" = None,
         on_exhausted: str = "stop",
         name: str = "",
+        schedule: "Sequence[tuple[int, Mapping[str, float] | Sequence[float]]] | None" = None,
     ) -> None:
         super().__init__(datapipe, *others)
         self.given_name = name
@@ -113,6 +117,7 @@ class Blender(IndexedDataPipe):
             given = as_shares(self.sources, weights) if weights is not None else [float(n) for n in lengths]
             self.weights = quantise(self.sources, tempered(given, temperature))
         self.given_caps = self._caps(max_epochs, lengths)
+        self.schedule = self._planned(schedule)
         self.changes: tuple[WeightChange, ...] = ()
         _ = self.phases  # whatever cannot be blended is refused here
 
@@ -163,6 +168,22 @@ class Blender(IndexedDataPipe):
             caps.append(cap)
         return tuple(caps)
 
+    def _planned(self, schedule: Any) -> tuple[WeightChange, ...]:
+        """What schedule says, as changes."""
+        if schedule is None:
+            return ()
+        if not isinstance(schedule, (list, tuple)) or not all(
+            isinstance(entry, (list, tuple)) and len(entry) == 2 for entry in schedule
+        ):
+            raise ArgumentTypeError(f"schedule must be a list of (number, weights), got {schedule!r:.200}")
+        numbers = [as_count("a number in schedule", number, 0) for number, _ in schedule]
+        if numbers != sorted(set(numbers)):
+            at = next(i for i in range(1, len(numbers)) if numbers[i] <= numbers[i - 1])
+            raise WeightsError(f"the numbers of schedule must increase, got {numbers[at]} after {numbers[at - 1]}")
+        return tuple(
+            WeightChange(n, self.integer_weights(weights)) for n, (_, weights) in zip(numbers, schedule, strict=True)
+        )
+
     @property
     def caps(self) -> "tuple[int | None, ...]":
         """Samples that each source can give, where that has an end: by max_epochs, or its own."""
@@ -175,7 +196,9 @@ class Blender(IndexedDataPipe):
     # Phases -------------------------------------------------------------------------------------------
 
     def with_changes(self, changes: "Sequence[WeightChange]") -> "Blender":
-        """The same blend with these changes of weights, in order of their numbers."""
+        """The same blend with these changes of weights, in order of their numbers; what was planned from the
+        first of them on is dropped.
+        """
         copy = self.with_children(*self.children)
         copy.changes = tuple(changes)
         return copy
@@ -188,9 +211,14 @@ class Blender(IndexedDataPipe):
         exact: bool,
     ) -> "Blender":
         """The same blend of other sources, with these integer weights and caps in samples."""
+        sources = tuple(child.name for child in children)
+        planned = [
+            (number, dict(zip(self.sources, weights or (), strict=True))) for number, weights, _ in self.schedule
+        ]
         copy = self.changed(
             children=tuple(children),
-            sources=tuple(child.name for child in children),
+            schedule=tuple(WeightChange(number, tuple(w.get(s, 0) for s in sources)) for number, w in planned),
+            sources=sources,
             weights=tuple(weights),
             given_caps=tuple(caps),
             exact=exact,
@@ -200,8 +228,14 @@ class Blender(IndexedDataPipe):
 
     def weights_at(self, number: int) -> tuple[int, ...]:
         """The integer weights that were asked for at one of our numbers, by the last change up to it."""
-        asked = [change.weights for change in self.changes if change.number <= number and change.weights]
+        asked = [change.weights for change in self._pending() if change.number <= number and change.weights]
         return asked[-1] if asked else self.weights
+
+    def _pending(self) -> "list[WeightChange]":
+        """What was planned up to the first other weights, and the changes."""
+        unplanned = min((change.number for change in self.changes if change.weights), default=MAX_NUMBER)
+        planned = [change for change in self.schedule if change.number < unplanned]
+        return sorted([*planned, *self.changes], key=lambda change: change.number)
 
     def integer_weights(self, weights: Any, temperature: "float | None" = None) -> tuple[int, ...]:
         """What these weights are stored as. Raises WeightsError, ArgumentTypeError."""
@@ -212,7 +246,7 @@ class Blender(IndexedDataPipe):
         first: list[int] = [0]
         trees: list[WeightTree] = [weight_tree(self.weights)]
         offsets: list[list[int]] = [[0] * len(self.sources)]
-        pending = list(self.changes)
+        pending = self._pending()
         stops, caps = self.on_exhausted != "renormalise", self.caps
         end, exhausted = MAX_NUMBER, None
         asked = self.weights  # before those of sources that are through became 0
@@ -264,20 +298,23 @@ class Blender(IndexedDataPipe):
     def settings(self) -> dict[str, Any]:
         caps = {"caps": [cap or 0 for cap in self.given_caps]} if any(self.given_caps) else {}
         what = {"on_exhausted": self.on_exhausted} if any(self.caps) else {}
-        return {"exact": int(self.exact), "weights": list(self.weights), **caps, **what}
+        planned = {"schedule": [[n, list(weights or ())] for n, weights, _ in self.schedule]} if self.schedule else {}
+        return {"exact": int(self.exact), "weights": list(self.weights), **caps, **what, **planned}
 
     @property
     def notes(self) -> str:
         text = "exact union" if self.exact else "weighted"
         if self.phases.exhausted:
             text += f"; {self.phases.exhausted!r} is through at sample {self.phases.end:,}"
+        if self.schedule:
+            text += f"; {len(self.schedule)} planned change(s) of weights"
         if self.changes:
             text += f"; {len(self.changes)} change(s) of weights"
         return text
 
     @property
     def weighted(self) -> bool:
-        return not self.exact or super().weighted
+        return not self.exact or bool(self.schedule) or super().weighted
 
     def share(self, source: int) -> float:
         """The stored share of a source before any change."""

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._torch import MapDataPipe
+from .arguments import Given, constructor_of, kept_arguments
 from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError
 from .fluent import ALIASES, FluentMethods
 
@@ -131,6 +132,17 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
     decides items, not places)."""
     in_order: bool = True
     """Whether the numbers [0, n) of the node use [0, m) of each child, for some m: false for permutes."""
+
+    _given: Given
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__signature__ = constructor_of(cls)  # type: ignore[attr-defined]  # which help() shows, not __new__'s
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "IndexedDataPipe":
+        node = super().__new__(cls)
+        node._given = kept_arguments(args, kwargs)  # here, so that no node has to think of its recipe
+        return node
 
     def __init__(self, *children: "IndexedDataPipe") -> None:
         for child in children:
@@ -348,6 +360,12 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
         from .fingerprint import order_fingerprint
 
         return order_fingerprint(self)
+
+    def recipe(self, folder: "str | os.PathLike[str] | None" = None) -> str:
+        """The graph as YAML from which `load_recipe` builds it again; see write_recipe."""
+        from .recipes import write_recipe
+
+        return write_recipe(self, folder)
 
     # torch's own names, which must not lead out of the indexed world ------------------------------------
 

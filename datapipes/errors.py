@@ -5,6 +5,7 @@ Each is also the built-in that a caller would catch without knowing us:
     TokenpipeError
     ├── ConfigurationError (ValueError)       an argument's value cannot be used
     │   ├── BatchSizeError                    micro-batch, global batch, step boundaries
+    │   ├── RecipeError                       a recipe that cannot be read, built or written
     │   ├── TopologyError                     ranks and sizes
     │   └── WeightsError                      weights, temperature, caps of a blend
     ├── ArgumentTypeError (TypeError)         an argument's type cannot be used
@@ -33,6 +34,7 @@ __all__ = [
     "LoaderShutdownError",
     "LoaderWarning",
     "OutOfRangeError",
+    "RecipeError",
     "SourceExhaustedError",
     "SourceGoneError",
     "StateError",
@@ -56,6 +58,10 @@ class ConfigurationError(TokenpipeError, ValueError):
 
 class BatchSizeError(ConfigurationError):
     """A micro-batch or global batch size that does not divide, or a place inside a step."""
+
+
+class RecipeError(ConfigurationError):
+    """A recipe that cannot be read or built, with the place in it; or a graph that no recipe can hold."""
 
 
 class TopologyError(ConfigurationError):

@@ -58,6 +58,7 @@ class FluentMethods:
             max_epochs: Mapping[str, float] | float | None = None,
             on_exhausted: str = "stop",
             name: str = "",
+            schedule: Sequence[tuple[int, Mapping[str, float] | Sequence[float]]] | None = None,
         ) -> Blender: ...
 
         def reorder(self, file: str | os.PathLike[str]) -> Reorderer: ...

@@ -42,7 +42,7 @@ def node_title(node: "IndexedDataPipe") -> str:
     """The node's functional name with its settings."""
     parts = []
     for key, value in node.settings.items():
-        if value is None or value is False or value == "" or key in ("weights", "exact", "caps", "lengths"):
+        if value is None or value is False or value == "" or key in ("weights", "exact", "caps", "lengths", "schedule"):
             continue
         parts.append(f"{key}={value}" if isinstance(value, (str, int)) else f"{key}={json.dumps(value)}")
     text = ", ".join(parts)

@@ -19,15 +19,28 @@ from typing import Any
 
 import numpy as np
 
+from .core import as_count
 from .errors import ArgumentTypeError, WeightsError
 
-__all__ = ["LARGEST_TOTAL", "SCALE", "WeightTree", "as_shares", "quantise", "tempered", "weight_tree"]
+__all__ = [
+    "LARGEST_TOTAL",
+    "SCALE",
+    "WeightTree",
+    "as_shares",
+    "linear_ramp",
+    "quantise",
+    "tempered",
+    "weight_tree",
+]
 
 SCALE = 1 << 32
 """A weighted blend's integer weights add up to this."""
 
 LARGEST_TOTAL = 1 << 52
 """Above this total the compiled kernels' 104-bit products would no longer be exact."""
+
+MOST_PIECES = 4096
+"""Pieces of a ramp, at most: each is a phase, whose offsets and tree are kept."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -189,3 +202,65 @@ def quantise(names: Sequence[str], shares: Sequence[float]) -> tuple[int, ...]:
                 f"give it at least {math.fsum(shares) / SCALE:.3g}, or 0 to leave it out"
             )
     return tuple(whole)
+
+
+def linear_ramp(start: int, stop: int, weights_from: Any, weights_to: Any, pieces: int = 64) -> list[tuple[int, Any]]:
+    """A straight way from one set of weights to another, as `schedule=` of a blend takes it.
+
+    The numbers [start, stop) are cut into `pieces` equal phases. Each has as weights how many samples of each
+    source it shall hold: what the ramp's integral asks for up to its end, less what the pieces before gave.
+    So what one piece rounds the next makes good, and the counts keep to the integral however many there are.
+    From `stop` on `weights_to` holds.
+
+    Args:
+        start, stop: numbers of the blend (as sample numbers, where it is the run's topmost node).
+        weights_from, weights_to: {name: weight} or lists, both of one kind; only ratios count.
+        pieces: phases; fewer where there are not so many samples.
+
+    Returns: [(number, weights), …], weights of the kind that was given.
+    Raises WeightsError, ArgumentTypeError, ConfigurationError.
+    """
+    start, stop, pieces = as_count("start", start, 0), as_count("stop", stop), as_count("pieces", pieces)
+    if stop <= start:
+        raise WeightsError(f"a ramp from {start} to {stop} holds no sample; stop must be above start")
+    if pieces > MOST_PIECES:
+        raise WeightsError(f"a ramp of {pieces} pieces: each is a phase of the blend; at most {MOST_PIECES} would do")
+    named = isinstance(weights_from, Mapping)
+    names: Sequence[str] = list(weights_from) if named else [str(i) for i in range(len(_listed(weights_from)))]
+    first = quantise(names, as_shares(names, weights_from, "weights_from"))
+    last = quantise(names, as_shares(names, weights_to if named else _listed(weights_to), "weights_to"))
+    span = stop - start
+    pieces = min(pieces, span)
+    unit = 2 * span * SCALE  # all of what follows is in units of 1 / unit of a sample: integers only
+    given = [0] * len(names)
+    ramp: list[tuple[int, Any]] = []
+    for piece in range(pieces):
+        begin, end = span * piece // pieces, span * (piece + 1) // pieces
+        owed = [
+            2 * span * a * end + (b - a) * end * end - count * unit
+            for a, b, count in zip(first, last, given, strict=True)
+        ]
+        counts = _apportioned(owed, unit, end - begin)
+        given = [a + b for a, b in zip(given, counts, strict=True)]
+        ramp.append((start + begin, counts))
+    ramp.append((stop, list(last)))
+    return [(number, dict(zip(names, weights, strict=True)) if named else weights) for number, weights in ramp]
+
+
+def _listed(weights: Any) -> "Sequence[float]":
+    if not isinstance(weights, (list, tuple, np.ndarray)):
+        raise ArgumentTypeError(f"a ramp's weights must be two dicts by source name or two lists, got {weights!r:.200}")
+    return list(weights)
+
+
+def _apportioned(owed: "list[int]", unit: int, samples: int) -> "list[int]":
+    """`samples` in whole numbers, none below 0, as near to owed / unit (which add up to it) as can be."""
+    counts = [max(0, o // unit) for o in owed]
+    rest = samples - sum(counts)
+    behind = sorted(range(len(owed)), key=lambda s: (counts[s] * unit - owed[s], s))
+    for s in behind[: max(rest, 0)]:
+        counts[s] += 1
+    for _ in range(-rest):  # sources that had too much already give nothing back, so others give less
+        s = max((s for s in behind if counts[s]), key=lambda s: counts[s] * unit - owed[s])
+        counts[s] -= 1
+    return counts

@@ -77,6 +77,7 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
         order = tuple(stored.get(source, 0) for source in roster.sources)
         journal = journal.with_weights(WeightsEntry(step, sample, "", order))
     _check_rest(state, graph, journal)
+    _check_plan(state, roster, blend, sample + sum(jump.samples for jump in journal.jumps if jump.sample < sample))
     return journal
 
 
@@ -170,3 +171,19 @@ def _check_rest(state: State, graph: IndexedDataPipe, journal: Journal) -> None:
     exhausted = [json.loads(lines.get("blend", "{}")).get("on_exhausted") for lines in (here, saved)]
     if {**here, "blend": ""} != {**saved, "blend": ""} or exhausted[0] != exhausted[1]:
         raise _refused(state, graph, "weights, sources and files of sources can change, nothing else")
+
+
+def _check_plan(state: State, roster: Roster, blend: Blender, number: int) -> None:
+    """Raises unless the blend's schedule is the saved one up to `number`; what was planned for later may change."""
+    planned = [[n, dict(zip(blend.sources, weights or (), strict=True))] for n, weights, _ in blend.schedule]
+    line = json.loads(state.order.get("blend", "{}"))
+    saved = [[n, dict(zip(roster.sources, weights, strict=False))] for n, weights in line.get("schedule", [])]
+
+    def before(plan: "list[Any]") -> "list[Any]":
+        return [[n, {s: w for s, w in weights.items() if w}] for n, weights in plan if n < number]
+
+    if before(planned) != before(saved):
+        raise StateMismatchError(
+            f"the blend's schedule is not the saved one before its sample {number}, which is done; what is planned for "
+            "later may change"
+        )

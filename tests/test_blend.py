@@ -12,10 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nodes import Numbers
-from tokenpipe.datapipes import MAX_NUMBER, TokenReader, Topology
+from tokenpipe.datapipes import MAX_NUMBER, TokenReader, Topology, linear_ramp
 from tokenpipe.datapipes.blend import Blender, WeightChange
-from tokenpipe.datapipes.errors import ConfigurationError, OutOfRangeError, SourceExhaustedError, WeightsError
-from tokenpipe.datapipes.weights import SCALE, WeightTree
+from tokenpipe.datapipes.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    OutOfRangeError,
+    SourceExhaustedError,
+    WeightsError,
+)
+from tokenpipe.datapipes.weights import SCALE, WeightTree, quantise
 from tokenpipe.reading_services import DataLoader2
 
 CLOSEST = 2  # samples that a source may be off its share, at any prefix of a phase
@@ -700,3 +706,106 @@ def test_a_skipped_inner_blend_takes_new_weights_where_they_were_asked_for(token
         later = [record.source for step in range(3, 8) for record in loader.contents(step)]
         assert "b" not in later
         assert "a" in later
+
+
+# A schedule: changes planned from the start --------------------------------------------------------------
+
+
+@given(changing_weights())
+def test_planned_weights_give_the_order_that_the_same_changes_would_have_made(drawn):
+    n, weights, changes = drawn
+    at, schedule = 0, {}
+    for gap, after in changes:
+        at += gap
+        schedule[at] = after
+    planned = blended(weights, [50] * n, schedule=list(schedule.items()))
+    made = blended(weights, [50] * n).with_changes(planned.schedule)
+    assert routed(planned, 0, at + 50) == routed(made, 0, at + 50)
+    assert planned.settings.get("schedule", []) == [[number, list(after)] for number, after, _ in planned.schedule]
+
+
+def test_a_change_that_the_journal_makes_takes_the_place_of_what_was_planned_after_it():
+    planned = blended([1, 1], schedule=[(10, [1, 0]), (20, [0, 1]), (30, [1, 1])])
+    changed = planned.with_changes([WeightChange(20, (SCALE // 4, SCALE - SCALE // 4))])
+    assert routed(changed, 0, 20) == routed(planned, 0, 20)
+    assert_within_the_bound(changed, [1, 3], 20, 200)
+    assert_each_source_comes_in_order(changed, 0, 200)
+    again = changed.with_children(*changed.children).with_changes([])
+    assert routed(again, 0, 100) == routed(planned, 0, 100)
+
+
+def test_a_planned_blend_has_no_pass_in_which_each_sample_comes_once(token_file):
+    node = TokenReader(token_file("a.bin", 1000), dtype="uint16").slice_sequences(8)
+    assert node.blend().once()
+    with pytest.raises(ConfigurationError, match="unweighted"):
+        node.blend(schedule=[(0, [1])]).once()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "error"),
+    [
+        ([(5, [1, 1]), (5, [1, 2])], WeightsError),
+        ([(5, [1, 1]), (4, [1, 2])], WeightsError),
+        ([(-1, [1, 1])], ConfigurationError),
+        ([(1.5, [1, 1])], ArgumentTypeError),
+        ([(1, [1])], WeightsError),
+        ([(1, {"s0": 1, "s9": 1})], WeightsError),
+        ({1: [1, 1]}, ArgumentTypeError),
+        ([1, 2], ArgumentTypeError),
+    ],
+)
+def test_a_schedule_that_cannot_be_followed_is_refused(schedule, error):
+    with pytest.raises(error):
+        blended([1, 1], schedule=schedule)
+
+
+@given(shares, st.data(), st.integers(0, 50), st.integers(1, 600), st.integers(1, 700))
+def test_a_ramp_keeps_to_its_integral_however_many_pieces_it_has(before, data, start, span, pieces):
+    n = len(before)
+    after = data.draw(st.lists(st.floats(1e-4, 1e4), min_size=n, max_size=n))
+    ramp = linear_ramp(start, start + span, before, after, pieces)
+    names = [f"s{i}" for i in range(n)]
+    first, last = quantise(names, before), quantise(names, after)
+    blend = blended(before, schedule=ramp)
+    begin = blend.counts(start)
+    assert [number for number, _ in ramp] == sorted({number for number, _ in ramp})
+    for (number, _), (stop, _) in pairwise(ramp):
+        for u in {number - start, (number + stop) // 2 - start, stop - start}:
+            counts = blend.counts(start + u)
+            whole = u in (number - start, stop - start)
+            for s in range(n):
+                # between two borders of pieces a straight line: shares are constant within a piece
+                lo, hi = number - start, stop - start
+                at_lo, at_hi = (Fraction(2 * span * first[s] * x + (last[s] - first[s]) * x * x, 2 * span * SCALE)
+                                for x in (lo, hi))  # fmt: skip
+                ideal = at_lo + (at_hi - at_lo) * Fraction(u - lo, hi - lo)
+                assert abs(counts[s] - begin[s] - ideal) < (2 if whole else 4), (u, s)
+
+
+def test_a_ramp_goes_from_the_one_to_the_other():
+    ramp = linear_ramp(1000, 3000, {"a": 1, "b": 0}, {"b": 1, "a": 0}, pieces=4)
+    assert ramp == [
+        (1000, {"a": 438, "b": 62}),
+        (1500, {"a": 312, "b": 188}),
+        (2000, {"a": 188, "b": 312}),
+        (2500, {"a": 62, "b": 438}),
+        (3000, {"a": 0, "b": SCALE}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        (10, 10, [1, 1], [1, 2]),
+        (0, 10, [1, 1], [1]),
+        (0, 10, [1, 1], {"a": 1}),
+        (0, 10, {"a": 1}, {"b": 1}),
+        (0, 10, [0], [1]),
+        (0, 10, "ab", "ba"),
+        (0, 2**40, [1, 1], [1, 2], 10**9),
+        (0, 10, [1, 1], [1, float("nan")]),
+    ],
+)
+def test_a_ramp_that_leads_nowhere_is_refused(asked):
+    with pytest.raises((WeightsError, ArgumentTypeError)):
+        linear_ramp(*asked)
