@@ -11,7 +11,8 @@ The files of this package in the order in which a token passes them:
     combine.py map, zip, concat                   recipes/    load_recipe, write_recipe, read_tokens
 
 and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, journal.py (what
-changed during the run), ledger.py (contents, when), filemap.py, fingerprint.py, tree.py, errors.py.
+changed during the run), ledger.py (contents, when), certificate.py (8 bytes a step), filemap.py, atomic.py,
+fingerprint.py, tree.py, errors.py.
 
     >>> import tempfile, numpy as np
     >>> path = tempfile.mkdtemp() + "/prose.npy"
@@ -29,6 +30,7 @@ changed during the run), ledger.py (contents, when), filemap.py, fingerprint.py,
 from .batch import Rows, SampleBatcher
 from .blend import Blender
 from .bound import Limiter, Once, Skipper
+from .certificate import Certificate, batch_certificate, certify
 from .collate import CausalLMCollator
 from .combine import Concater, Mapper, Zipper
 from .core import MAX_NUMBER, IndexedDataPipe
@@ -49,6 +51,7 @@ __all__ = [
     "MAX_NUMBER",
     "Blender",
     "CausalLMCollator",
+    "Certificate",
     "Concater",
     "ContentsRecord",
     "Excluder",
@@ -70,6 +73,8 @@ __all__ = [
     "Topology",
     "WhenRecord",
     "Zipper",
+    "batch_certificate",
+    "certify",
     "linear_ramp",
     "load_nanotron",
     "load_recipe",

@@ -237,6 +237,11 @@ class Blender(IndexedDataPipe):
         planned = [change for change in self.schedule if change.number < unplanned]
         return sorted([*planned, *self.changes], key=lambda change: change.number)
 
+    def caps_at(self, number: int) -> "tuple[int | None, ...]":
+        """Samples that each source can give in all, by the last change up to one of our numbers."""
+        given = [change.caps for change in self.changes if change.number <= number and change.caps is not None]
+        return self._ended(given[-1] if given else self.given_caps)
+
     def integer_weights(self, weights: Any, temperature: "float | None" = None) -> tuple[int, ...]:
         """What these weights are stored as. Raises WeightsError, ArgumentTypeError."""
         return quantise(self.sources, tempered(as_shares(self.sources, weights), temperature))

@@ -12,6 +12,7 @@ Each is also the built-in that a caller would catch without knowing us:
     ├── OutOfRangeError (IndexError)          a number beyond `end`, an index beyond `len`
     ├── TokenFileError (OSError)              a file that is missing, cut, or not what it says
     ├── TokenIdError (ValueError)             a token id that does not fit
+    ├── CertificateError (ValueError)         a certificate file that is damaged, or none of ours
     ├── StateError (ValueError)               a state that is not one of ours, or is damaged
     │   └── StateMismatchError                a good state, of another order
     ├── JournalError (ValueError)             a change of the run that cannot be recorded
@@ -27,6 +28,7 @@ Warnings: `TokenFileWarning` (a file looks wrong), `LoaderWarning` (a call does 
 __all__ = [
     "ArgumentTypeError",
     "BatchSizeError",
+    "CertificateError",
     "ConfigurationError",
     "IteratorInvalidatedError",
     "JournalError",
@@ -86,6 +88,10 @@ class TokenFileError(TokenpipeError, OSError):
 
 class TokenIdError(TokenpipeError, ValueError):
     """A token id that does not fit the dtype or the vocabulary."""
+
+
+class CertificateError(TokenpipeError, ValueError):
+    """A certificate file that is cut, damaged, or none of ours."""
 
 
 class StateError(TokenpipeError, ValueError):

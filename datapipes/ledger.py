@@ -180,21 +180,22 @@ def _check_origin(node: IndexedDataPipe) -> None:
         )
 
 
-def when(graph: IndexedDataPipe, source: str, token: int, steps: range) -> "list[WhenRecord]":
-    """Each row of these steps that has the source's token as a label, in order.
+def when(graph: IndexedDataPipe, source: str, token: "int | range", steps: range) -> "list[WhenRecord]":
+    """Each row of these steps that has the source's token as a label, in order; of a range of tokens (a
+    document's), each row that has one of them or more.
 
     A row of `sequence_length` tokens has the tokens after its first one as labels, and one more. So token
     0 of a source is never a label, nor are tokens after its last whole window.
     Raises OutOfRangeError for a token that the source does not have, ConfigurationError for a source
     that the graph does not have.
     """
-    token = as_count("token", token, 0)
+    tokens = _as_tokens(token)
     if not isinstance(steps, range) or steps.step != 1 or steps.start < 0:
         raise ConfigurationError(f"steps must be a range with step 1 from 0 or later, got {steps!r}")
     view = _View(graph)
     low, high = view.steps.start(steps.start), min(view.steps.start(max(steps.stop, steps.start)), view.bound)
     names: list[str] = []
-    found = list(_find(view.order, source, token, low, high, names)) if low < high else []
+    found = list(_find(view.order, source, tokens, low, high, names)) if low < high else []
     if not names and source not in (names := _source_names(view.order)):
         raise ConfigurationError(f"no source is named {source!r}; the sources are {', '.join(map(repr, names))}")
     samples = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
@@ -202,24 +203,36 @@ def when(graph: IndexedDataPipe, source: str, token: int, steps: range) -> "list
     return [WhenRecord(*record) for record in zip(*view.dealt(samples), strict=True)]
 
 
-def _find(node: IndexedDataPipe, source: str, token: int, lo: int, hi: int, names: "list[str]") -> Iterator[Int64s]:
-    """The node's numbers from `lo` up to `hi` that hold the token as a label, and perhaps some around them:
-    leaf first, then upwards.
+def _as_tokens(token: "int | range") -> range:
+    if isinstance(token, range):
+        if token.step != 1 or not token or token.start < 0:
+            raise ConfigurationError(f"a range of tokens has step 1, begins at 0 or later and is not empty: {token!r}")
+        return token
+    token = as_count("token", token, 0)
+    return range(token, token + 1)
+
+
+def _find(node: IndexedDataPipe, source: str, tokens: range, lo: int, hi: int, names: "list[str]") -> Iterator[Int64s]:
+    """The node's numbers from `lo` up to `hi` that hold one of the tokens as a label, and perhaps some around
+    them: leaf first, then upwards.
     """
     if isinstance(node, TokenWindows):
         if node.name == source:
             names.append(source)
-            tokens = node.reader.samples_per_pass
-            if token >= tokens:
-                raise OutOfRangeError(f"source {source!r} has {tokens} tokens, token {token} is not one of them")
-            yield node.numbers_at(token, hi, lo)
+            last, size = tokens[-1], node.reader.samples_per_pass
+            if last >= size:
+                raise OutOfRangeError(f"source {source!r} has {size} tokens, token {last} is not one of them")
+            # a row's labels are sequence_length tokens in one piece: no row slips between tokens so far apart
+            for token in {*tokens[:: node.sequence_length], last}:
+                yield node.numbers_at(token, hi, lo)
         return
     if makes_items(node):
         _check_origin(node)
     for index, child in enumerate(node.children):
         bounds = node.source_floor(index, lo), node.source_bound(index, hi)
-        for numbers in _find(child, source, token, *bounds, names):
-            yield node.places(index, numbers)[1]
+        found = list(_find(child, source, tokens, *bounds, names))
+        if found:
+            yield node.places(index, np.unique(np.concatenate(found)))[1]
 
 
 def _source_names(node: IndexedDataPipe) -> "list[str]":

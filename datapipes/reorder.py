@@ -212,6 +212,16 @@ class NanosetOrder(IndexedDataPipe):
         found = copy * self.epoch + where[np.where(known, count, 0)] if where.size else np.zeros_like(numbers)
         return np.where(known & (found < self.end), found, -1)
 
+    def share(self, source: int) -> float:
+        """The share of a source that was asked for."""
+        return float(self._weights[source])
+
+    def counts(self, hi: int) -> list[int]:
+        """How many samples of each source the numbers [0, hi) hold."""
+        sources, _, given = self.tables
+        copies, within = divmod(min(hi, self.end), self.epoch)
+        return (copies * given + np.bincount(sources[:within], minlength=len(self.children))).tolist()
+
     def source_bound(self, source: int, hi: int) -> int:
         length = int(self._lengths[source])
         deliveries = -(-int(self.tables[2][source]) // length)  # of its most frequent sample in one copy

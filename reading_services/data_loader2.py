@@ -1,8 +1,8 @@
 """The loader: a graph, adapted, run by a reading service, with a place that can be saved."""
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -21,9 +21,13 @@ from ..datapipes.errors import (
 )
 from ..datapipes.journal import Journal
 from ..datapipes.ledger import ContentsRecord, WhenRecord
+from ..datapipes.plan import Plan, plan
+from ..datapipes.rank_zero import warn
+from ..datapipes.sources import SourceCounts
 from .changes import Moment
 from .in_process import InProcessReadingService
 from .interface import ReadingServiceInterface
+from .metrics import Waits, run_metrics
 from .run import IndexedRun
 from .seeds import SeedGenerator
 
@@ -58,7 +62,9 @@ class DataLoader2Iterator:
         try:
             if loader._interrupted:
                 loader._begin_again()
+            began = perf_counter()
             item = next(loader._items)
+            loader._waits.add(perf_counter() - began)
             if loader._run is not None:
                 loader._run.delivered += 1
             return item
@@ -131,6 +137,8 @@ class DataLoader2:
         self._reset: GraphPass | None = None
         self._initialized = False
         self._generator, self._seeded = SeedGenerator(0), False
+        self._waits = Waits()
+        self._counts: SourceCounts | None = None
         self._terminated = False
 
     # Iterating ------------------------------------------------------------------------------------------
@@ -226,7 +234,7 @@ class DataLoader2:
         generator = SeedGenerator(0)
         generator.seed(seed)  # None is no seed here
         if self._run is not None and getattr(self.reading_service, "reset_fn", None) is None:
-            warnings.warn(
+            warn(
                 "seed() reaches the random nodes of streams, and this graph has none: indexed nodes take their "
                 "seeds as arguments (permute(seed=...), shard_ranks(seed=...))",
                 LoaderWarning,
@@ -408,9 +416,34 @@ class DataLoader2:
         """What a step holds: a record for each row of the whole step, all ranks, by sample number."""
         return ledger.contents(self._indexed("contents").graph, step)
 
-    def when(self, source: str, token: int, steps: range) -> "list[WhenRecord]":
-        """Which rows of these steps have the source's token as a label."""
+    def when(self, source: str, token: "int | range", steps: range) -> "list[WhenRecord]":
+        """Which rows of these steps have the source's token, or one of a range of its tokens, as a label."""
         return ledger.when(self._indexed("when").graph, source, token, steps)
+
+    def plan(self, steps: int, holdouts: "Sequence[IndexedDataPipe]" = ()) -> Plan:
+        """What the next `steps` steps will take of each source, and what of it will surprise: print it, draw it.
+
+        From the step on that the next item belongs to (all of it, also what was delivered), journal included.
+
+        Args:
+            holdouts: evaluation graphs of which nothing may be trained on.
+        """
+        run = self._indexed("plan")
+        return plan(run.unskipped(), steps, self.step, holdouts)
+
+    def metrics(self) -> "dict[str, int | float]":
+        """Flat numbers for any logger: {"data/step": 500, "data/share/prose": 0.8, …}; looking changes nothing.
+
+        consumed_samples, consumed_tokens, step: the run's, over all ranks. share/NAME: of what was consumed so far.
+        epoch/NAME: how far the source is, 1.37. phase: how many changes of weights are in force. wait/mean_ms,
+        wait/p99_ms: of the last 1,024 `next()` calls of this rank; wait/total_s: of all. On a stream only the waits.
+        """
+        waits = self._waits.metrics()
+        if self._run is None:
+            return waits
+        if self._counts is None or self._counts.graph is not self._run.graph:
+            self._counts = SourceCounts(self._run.graph)
+        return run_metrics(self._run, self._counts) | waits
 
     # The end ----------------------------------------------------------------------------------------------
 

@@ -73,6 +73,10 @@ class IndexedRun:
         self._table, _ = steps_of(graph)
         self.graph, self.journal, self.delivered, self.through = graph, journal, 0, False
 
+    def unskipped(self) -> IndexedDataPipe:
+        """The graph with its journal, from the run's first sample on, wherever it stands."""
+        return ApplyJournal(self.journal)(self.built)
+
     def begin(self) -> None:
         """What a new `iter()` does: goes on; a pass that is through, or one of `once`, begins anew."""
         if (self.through or self.anew_each_time) and not self.placed:

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tokenpipe.datapipes import TokenReader, Topology
-from tokenpipe.datapipes.errors import BatchSizeError, OutOfRangeError
+from tokenpipe.datapipes.errors import BatchSizeError, ConfigurationError, OutOfRangeError
 from tokenpipe.reading_services import DataLoader2
 
 SEQUENCE = 4
@@ -545,3 +545,41 @@ def test_one_pass_is_asked_both_ways_too(folder):
     assert sorted(mine) == [record.sample_number for record in records if record.rank == 1]
     for record in records[::7]:
         assert loader.when(record.source, record.token + 1, range(10)) == [(*record[:4], False)]
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_when_of_a_range_of_tokens_finds_each_row_with_one_of_them_once(folder, data):
+    unit = data.draw(st.sampled_from([None, 3 * SEQUENCE]))
+    first, second = (
+        TokenReader(folder / name, dtype="uint16").slice_sequences(SEQUENCE, unit=unit).permute(seed=7)
+        for name in SAMPLES
+    )
+    if unit and data.draw(st.booleans()):
+        first = first.resize_sequences(6, after=data.draw(st.integers(0, 130)))
+        second = second.resize_sequences(6, after=data.draw(st.integers(0, 50)))
+    loader = DataLoader2(graph_of(first.blend(second, weights=[3, 1]), 1, 4, 3))
+    begin = data.draw(st.integers(0, STEPS - 1))
+    steps = range(begin, data.draw(st.integers(begin, STEPS)))
+    source = data.draw(st.sampled_from(sorted(SAMPLES)))
+    tokens = SAMPLES[source] * SEQUENCE + 3
+    start = data.draw(st.integers(0, tokens - 1))
+    wanted = range(start, data.draw(st.integers(start + 1, tokens)))
+    expected = [
+        (*record[:4], False)
+        for step in steps
+        for record in loader.contents(step)
+        if record.source == source
+        and record.token + 1 < wanted.stop
+        and wanted.start <= record.token + first.sequence_length
+    ]
+    assert loader.when(source, wanted, steps) == expected
+
+
+def test_a_range_that_is_none_is_refused(folder):
+    loader = DataLoader2(graph_of(order_in(folder)))
+    for wrong in (range(5, 5), range(0, 9, 2), range(-1, 3)):
+        with pytest.raises(ConfigurationError, match="range of tokens"):
+            loader.when("prose", wrong, range(3))
+    with pytest.raises(OutOfRangeError, match="token 243"):
+        loader.when("prose", range(3, 244), range(3))

@@ -4,11 +4,10 @@ Nothing in such a file says what it holds, and a wrong dtype gives no error: so 
 and a sample of the first tokens is looked at for the marks of the two common mistakes.
 """
 
-import warnings
-
 import numpy as np
 
 from ..errors import ConfigurationError, TokenFileError, TokenFileWarning
+from ..rank_zero import warn
 from .layout import TokenLayout, local_path
 
 SAMPLE = 4096  # tokens looked at
@@ -41,13 +40,13 @@ def _look_at(path: str, dtype: np.dtype) -> None:
     odd = tokens[1::2]
     if dtype.itemsize < 8 and not odd.any() and tokens[::2].any():
         wider = {1: "uint16", 2: "uint32", 4: "int64"}[dtype.itemsize]
-        warnings.warn(
+        warn(
             f"{path}: every second {dtype.name} token of the first {tokens.size} is 0, as if the file held {wider}",
             TokenFileWarning,
             stacklevel=6,
         )
     elif dtype.itemsize >= 4 and float(np.mean((tokens >= 1 << 24) | (tokens < 0))) > 0.5:
-        warnings.warn(
+        warn(
             f"{path}: most of the first {tokens.size} {dtype.name} tokens are negative or above 16 million, "
             "as if the file held a narrower dtype",
             TokenFileWarning,

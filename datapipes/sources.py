@@ -1,0 +1,300 @@
+"""How many samples of each source a stretch of the run holds: by counts at its ends, never by walking it.
+
+A stretch [lo, hi) of a node's numbers is one stretch of each child's, from its count at lo to that at hi; below
+a node whose numbers skip ahead (a jump) it falls apart where they do. So a question costs O(sources · log),
+whatever the stretch's length.
+
+A *source* here is what a share and an epoch can be told of: a child of the topmost blend, or of one further
+down that is itself weighted; what an unweighted blend or a concat inside it joins counts as one. Below a
+permute or a list of numbers that several sources share nothing can be counted apart: they count as one too.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from .blend import Blender
+from .core import MAX_NUMBER, IndexedDataPipe
+from .errors import ConfigurationError
+from .fingerprint import order_of
+from .read import TokenReader
+from .slice import TokenWindows
+
+__all__ = ["SourceCounts", "Taken"]
+
+MOST_PIECES = 4096
+"""Pieces of one stretch: a node that skips more often than this is taken as if it skipped nothing."""
+
+Stretch = tuple[int, int]
+Path = tuple[tuple[IndexedDataPipe, int], ...]
+"""((node, index of the child to go to), …) from the order's top down."""
+
+
+class Taken(NamedTuple):
+    """What a stretch of the run takes of one source.
+
+    samples: how many. repeats: those of them that belong to a later epoch than its first. position: samples of
+    the source before its next one, what a jump passed over included. epochs: the same in epochs. unseen: samples of
+    its first epoch still to come. asked: the share that the weights in force say. bytes_read: of its files.
+    """
+
+    samples: int
+    repeats: int
+    position: int
+    epochs: float
+    unseen: int
+    asked: float
+    bytes_read: int
+
+
+class _Leaf:
+    """A node whose numbers are counted but not followed further down: one source's, or a part of it."""
+
+    def __init__(self, node: IndexedDataPipe, path: Path, source: int) -> None:
+        self.node, self.path, self.source = node, path, source
+        self.length = max(1, len(node))  # samples an epoch
+        self.fresh = self.length  # how many of its numbers belong to its first epoch
+        self.before = 0  # of its epochs so far, in samples, before its number 0
+        if isinstance(node, TokenWindows):
+            self._windows(node)
+        readers = {id(reader): reader for reader in _readers(node)}
+        self.files = [file for reader in readers.values() for file in reader.files]
+        self._tokens = sum(file.tokens for file in self.files) or 1
+        self.file_bytes = sum(file.tokens * file.dtype.itemsize for file in self.files)
+
+    def _windows(self, node: TokenWindows) -> None:
+        """Windows that go on from other ones begin inside an epoch."""
+
+        def epoch(number: int) -> int:
+            return int(node.epoch_of(np.array([number], np.int64))[0])
+
+        begun, high = epoch(0), self.length
+        while epoch(high) == begun:
+            high *= 2
+        rest = bisect_left(range(high), begun + 1, key=epoch)
+        self.fresh = 0 if begun else rest
+        self.before = self.length * (begun + 1) - rest
+
+    def bytes_of(self, samples: int) -> int:
+        """Of rows of S + 1 tokens, as wide as the files' tokens are on average."""
+        return samples * (self.node.sequence_length + 1) * self.file_bytes // self._tokens
+
+
+class SourceCounts:
+    """The sources of a graph, and what any stretch of the run takes of them."""
+
+    def __init__(self, graph: IndexedDataPipe) -> None:
+        self.graph, self.order = graph, order_of(graph)
+        self.names: list[str] = []
+        self.roots: list[list[Path]] = []
+        self.leaves: list[_Leaf] = []
+        self.blends: list[tuple[Blender, Path]] = []
+        """Those whose children are sources, or hold some."""
+        self._collect(self.order, (), "", ())
+
+    def _collect(self, node: IndexedDataPipe, path: Path, name: str, root: Path) -> None:
+        """name, root: of the source that the node is a part of, and where that source begins."""
+        if node.steps is not None or node.topology is not None:
+            raise ConfigurationError(
+                f"{type(node).__name__} joins whole batches, of which no source can be counted; ask each of the graphs "
+                "below"
+            )
+        if _is_leaf(node):
+            source = self._source(name or node.name or node.functional_name, root if name else path)
+            self.leaves.append(_Leaf(node, path, source))
+            return
+        opened = not name or node.weighted
+        if isinstance(node, Blender) and opened:
+            self.blends.append((node, path))
+        fork = opened and (len(node.children) > 1 or isinstance(node, Blender))
+        for index, child in enumerate(node.children):
+            below = (*path, (node, index))
+            if fork and child.name:
+                self._collect(child, below, child.name, below)
+            else:
+                self._collect(child, below, name, root)
+
+    def _source(self, name: str, root: Path) -> int:
+        if name not in self.names:
+            self.names.append(name)
+            self.roots.append([])
+        source = self.names.index(name)
+        if root not in self.roots[source]:
+            self.roots[source].append(root)
+        return source
+
+    # Counting -------------------------------------------------------------------------------------------
+
+    def taken(self, lo: int, hi: int) -> "list[Taken]":
+        """What the samples [lo, hi) of the run take of each source, in the order of `names`."""
+        samples, repeats, positions, unseen, rows, lengths, seen = ([0] * len(self.names) for _ in range(7))
+        stretches: dict[Path, list[Stretch]] = {}
+        asked: dict[Path, float] = {(): 1.0}
+        self._walk(self.order, (), [(lo, max(lo, hi))], 1.0, stretches, asked)
+        for leaf in self.leaves:
+            found, s = stretches[leaf.path], leaf.source
+            count = sum(b - a for a, b in found)
+            position = found[-1][1]
+            samples[s] += count
+            repeats[s] += sum(max(0, b - max(a, leaf.fresh)) for a, b in found)
+            positions[s] += position
+            unseen[s] += max(0, leaf.fresh - position)
+            rows[s] += leaf.bytes_of(count)
+            lengths[s] += leaf.length
+            seen[s] += position + leaf.before
+        return [
+            Taken(
+                samples[s],
+                repeats[s],
+                positions[s],
+                seen[s] / lengths[s] if lengths[s] else 0.0,
+                unseen[s],
+                sum(asked.get(root, 0.0) for root in self.roots[s]),
+                rows[s],
+            )
+            for s in range(len(self.names))
+        ]
+
+    def samples(self, lo: int, hi: int) -> "list[int]":
+        """How many samples of each source the run's [lo, hi) hold."""
+        return [taken.samples for taken in self.taken(lo, hi)]
+
+    def _walk(
+        self,
+        node: IndexedDataPipe,
+        path: Path,
+        found: "list[Stretch]",
+        asked: float,
+        stretches: "dict[Path, list[Stretch]]",
+        shares: "dict[Path, float]",
+    ) -> None:
+        stretches[path], shares[path] = found, asked
+        if _is_leaf(node):
+            return
+        below = _below(node, found)
+        for index, (child, share) in enumerate(zip(node.children, _asked(node, found, below), strict=True)):
+            self._walk(child, (*path, (node, index)), below[index], asked * share, stretches, shares)
+
+    # Places -----------------------------------------------------------------------------------------------
+
+    def position(self, path: Path, samples: int) -> int:
+        """How many numbers of the node at the path's end the run's first samples have come past."""
+        for node, index in path:
+            samples = node.counts(samples)[index] if hasattr(node, "counts") else node.source_bound(index, samples)
+        return samples
+
+    def sample_of(self, path: Path, number: int, hi: int) -> "int | None":
+        """The first sample of [0, hi) by which the run has come past this number of the node at the path's end."""
+        if number < 0 or self.position(path, hi) <= number:
+            return None
+        sample = number
+        for node, index in reversed(path):
+            if not node.in_order:  # it numbers its children in another way than it deals them
+                sample = -1
+            if sample >= 0:
+                sample = int(node.unroute(index, np.array([sample], np.int64))[0])
+        if sample >= 0:
+            return sample
+        return bisect_left(range(hi), number + 1, key=lambda n: self.position(path, n + 1))  # a jump passed over it
+
+    def exhausted(self, source: int, hi: int) -> "int | None":
+        """The sample of [0, hi) that is the last of the source's first epoch: of a joined source, of the first of
+        its parts.
+        """
+        found = (self.sample_of(leaf.path, leaf.fresh - 1, hi) for leaf in self.leaves if leaf.source == source)
+        return min((sample for sample in found if sample is not None), default=None)
+
+    def capped(self, source: int, hi: int) -> "int | None":
+        """The sample of [0, hi) with which a blend's cap on the source, or on a blend around it, is reached."""
+        found = []
+        for root in self.roots[source]:
+            for depth, (node, index) in enumerate(root):
+                if isinstance(node, Blender):
+                    cap = node.caps_at(self.position(root[:depth], hi))[index]
+                    found.append(self.sample_of(root[: depth + 1], (cap or 0) - 1, hi))
+        return min((sample for sample in found if sample is not None), default=None)
+
+    def changes(self, lo: int, hi: int) -> "list[int]":
+        """The samples of [lo, hi) from which a blend has other weights than for the sample before: a change, or a
+        source that is through while the others go on.
+        """
+        found = set()
+        for blend, path in self.blends:
+            begin, stop = self.position(path, lo), self.position(path, hi)
+            for first in blend.phases.first[1:].tolist():
+                if begin <= first < stop and (sample := self.sample_of(path, first, hi)) is not None:
+                    found.add(sample)
+        return sorted(found)
+
+    def changes_in_force(self, samples: int) -> int:
+        """How many changes of weights hold for the sample after these."""
+        return sum(
+            sum(change.number <= self.position(path, samples) for change in blend.changes if change.weights)
+            for blend, path in self.blends
+        )
+
+    def files(self, source: int) -> tuple[int, int]:
+        """(how many files the source has, the bytes of their tokens)."""
+        leaves = [leaf for leaf in self.leaves if leaf.source == source]
+        return sum(len(leaf.files) for leaf in leaves), sum(leaf.file_bytes for leaf in leaves)
+
+
+def _is_leaf(node: IndexedDataPipe) -> bool:
+    return isinstance(node, TokenWindows) or not node.children or not (node.in_order or hasattr(node, "counts"))
+
+
+def _readers(node: IndexedDataPipe) -> Iterator[TokenReader]:
+    if isinstance(node, TokenReader):
+        yield node
+    for child in node.children:
+        yield from _readers(child)
+
+
+def _below(node: IndexedDataPipe, found: "list[Stretch]") -> "list[list[Stretch]]":
+    """A node's stretches → those of each child; at least one of each, be it empty."""
+    if hasattr(node, "counts"):
+        ends = [(node.counts(lo), node.counts(hi)) for lo, hi in found]
+        return [[(lo[i], hi[i]) for lo, hi in ends] for i in range(len(node.children))]
+    if len(node.children) > 1:
+        return [
+            [(node.source_bound(i, a), node.source_bound(i, b)) for a, b in found] for i in range(len(node.children))
+        ]
+    return [[piece for lo, hi in found for piece in _pieces(node, lo, hi)]]
+
+
+def _pieces(node: IndexedDataPipe, lo: int, hi: int) -> "list[Stretch]":
+    """The stretches of an only child: more than one where the numbers skip ahead."""
+
+    def ahead(number: int) -> int:
+        return node.source_bound(0, number + 1) - number - 1
+
+    pieces = []
+    while hi > lo and len(pieces) < MOST_PIECES:
+        here = ahead(lo)
+        stop = hi if ahead(hi - 1) == here else bisect_left(range(lo, hi), here + 1, key=ahead) + lo
+        pieces.append((lo + here, stop + here))
+        lo = stop
+    if lo < hi:
+        return [(node.source_bound(0, lo), node.source_bound(0, hi))]
+    return pieces or [(node.source_bound(0, lo),) * 2]
+
+
+def _asked(node: IndexedDataPipe, found: "list[Stretch]", below: "list[list[Stretch]]") -> "list[float]":
+    """The share of each child in these numbers, as the weights say; where there are none, as it is."""
+    if isinstance(node, Blender):
+        due = np.zeros(len(node.children))
+        firsts = node.phases.first.tolist()
+        for first, until in zip(firsts, [*firsts[1:], MAX_NUMBER], strict=True):
+            weights = np.array(node.weights_at(first), np.float64)
+            weights /= weights.sum()
+            for lo, hi in found:
+                held = min(hi, until) - max(lo, first)
+                if held > 0 or (lo == hi and first <= lo < until):
+                    due += weights * max(held, 1e-9)
+        return (due / due.sum()).tolist() if due.any() else due.tolist()
+    if hasattr(node, "share"):
+        return [node.share(i) for i in range(len(node.children))]
+    counts = [sum(b - a for a, b in child) for child in below]
+    return [count / sum(counts) if any(counts) else 0.0 for count in counts]

@@ -1,0 +1,55 @@
+"""What a run logs: flat numbers, and how long the training loop waited for its batches."""
+
+from array import array
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..datapipes.sources import SourceCounts
+
+if TYPE_CHECKING:
+    from .run import IndexedRun
+
+__all__ = ["Waits", "run_metrics"]
+
+WINDOW = 1024  # a power of two
+
+
+class Waits:
+    """The seconds of each of the last `WINDOW` waits, and of all together: a few tens of nanoseconds a wait.
+
+    A window and a total that only grows, rather than "since the last look": looking changes nothing, and any
+    number of loggers may look.
+    """
+
+    def __init__(self) -> None:
+        self._last = array("d", bytes(8 * WINDOW))
+        self._count = 0
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._last[self._count & (WINDOW - 1)] = seconds
+        self._count += 1
+        self.total += seconds
+
+    def metrics(self) -> "dict[str, int | float]":
+        last = np.array(self._last[: min(self._count, WINDOW)]) * 1e3
+        mean, p99 = (float(last.mean()), float(np.percentile(last, 99))) if last.size else (0.0, 0.0)
+        return {"data/wait/mean_ms": mean, "data/wait/p99_ms": p99, "data/wait/total_s": self.total}
+
+
+def run_metrics(run: "IndexedRun", counts: SourceCounts) -> "dict[str, int | float]":
+    """Where a run stands, by counts: O(sources), nothing is read."""
+    consumed, begin = run.consumed_samples, run.built.first_sample
+    taken = counts.taken(begin, consumed)
+    total = sum(t.samples for t in taken) or 1
+    found: dict[str, int | float] = {
+        "data/consumed_samples": consumed,
+        "data/consumed_tokens": consumed * counts.order.sequence_length,
+        "data/step": run.steps.step_of(consumed),
+        "data/phase": counts.changes_in_force(consumed),
+    }
+    for name, t in zip(counts.names, taken, strict=True):
+        found[f"data/share/{name}"] = t.samples / total
+        found[f"data/epoch/{name}"] = t.epochs
+    return found
