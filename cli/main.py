@@ -11,7 +11,10 @@ from ..datapipes.errors import TokenpipeError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "tokenize": "make a token file from text files and JSON lines",
+    "inspect": "show what a token file holds",
+}
 """The subcommands, a module each, with the line that the help shows."""
 
 FAILED, INTERRUPTED = 1, 130

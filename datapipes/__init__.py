@@ -2,6 +2,7 @@
 
 The files of this package in the order in which a token passes them:
 
+    tokenize/  texts to token files
     formats/   the kinds of token file            read.py     files as one token space
     slice.py   windows (resize.py: other lengths) permute.py  the shuffle
     blend.py   the mixture (weights.py: its law)  reorder.py  orders brought along
@@ -35,6 +36,7 @@ from .collate import CausalLMCollator
 from .combine import Concater, Mapper, Zipper
 from .core import MAX_NUMBER, IndexedDataPipe
 from .exclude import Excluder
+from .formats.ids import DocumentIds
 from .formats.own import TokenFileWriter, verify_token_file
 from .ledger import ContentsRecord, WhenRecord
 from .permute import Permuter
@@ -44,6 +46,7 @@ from .reorder import NanosetOrder, Reorderer
 from .resize import SequenceResizer
 from .shard import RankSharder
 from .slice import SequenceSlicer
+from .tokenize import TokenizeSummary, load_tokenizer, tokenize_files
 from .topology import Topology
 from .weights import linear_ramp
 
@@ -54,6 +57,7 @@ __all__ = [
     "Certificate",
     "Concater",
     "ContentsRecord",
+    "DocumentIds",
     "Excluder",
     "IndexedDataPipe",
     "Limiter",
@@ -70,6 +74,7 @@ __all__ = [
     "Skipper",
     "TokenFileWriter",
     "TokenReader",
+    "TokenizeSummary",
     "Topology",
     "WhenRecord",
     "Zipper",
@@ -78,7 +83,9 @@ __all__ = [
     "linear_ramp",
     "load_nanotron",
     "load_recipe",
+    "load_tokenizer",
     "read_tokens",
+    "tokenize_files",
     "verify_token_file",
     "write_recipe",
 ]

@@ -13,6 +13,8 @@ Each is also the built-in that a caller would catch without knowing us:
     ├── TokenFileError (OSError)              a file that is missing, cut, or not what it says
     ├── TokenIdError (ValueError)             a token id that does not fit
     ├── CertificateError (ValueError)         a certificate file that is damaged, or none of ours
+    ├── DocumentError (ValueError)            a text that cannot be read as documents: file, line, what is wrong
+    ├── WorkerError (RuntimeError)            a worker process that ended before its work was done
     ├── StateError (ValueError)               a state that is not one of ours, or is damaged
     │   └── StateMismatchError                a good state, of another order
     ├── JournalError (ValueError)             a change of the run that cannot be recorded
@@ -30,6 +32,7 @@ __all__ = [
     "BatchSizeError",
     "CertificateError",
     "ConfigurationError",
+    "DocumentError",
     "IteratorInvalidatedError",
     "JournalError",
     "LoaderError",
@@ -47,6 +50,7 @@ __all__ = [
     "TokenpipeError",
     "TopologyError",
     "WeightsError",
+    "WorkerError",
 ]
 
 
@@ -92,6 +96,14 @@ class TokenIdError(TokenpipeError, ValueError):
 
 class CertificateError(TokenpipeError, ValueError):
     """A certificate file that is cut, damaged, or none of ours."""
+
+
+class DocumentError(TokenpipeError, ValueError):
+    """A text file or line that cannot be read as a document; the message names file and line."""
+
+
+class WorkerError(TokenpipeError, RuntimeError):
+    """A worker process that ended before its work was done."""
 
 
 class StateError(TokenpipeError, ValueError):

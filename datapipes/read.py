@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from .core import IndexedDataPipe, Int64s, Unpickled, as_count, in_blocks
-from .errors import ArgumentTypeError, ConfigurationError, TokenIdError
+from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError, TokenIdError
 from .fingerprint import files_fingerprint
-from .formats import TokenLayout, read_layout
+from .formats import DocumentIds, TokenLayout, read_layout
+from .formats.ids import open_document_ids
 
 __all__ = ["TokenReader"]
 
@@ -56,7 +57,7 @@ class TokenReader(IndexedDataPipe):
             if self.vocab_size is not None and (file.max_token_id or 0) >= self.vocab_size:
                 raise TokenIdError(f"{file.path}: holds token id {file.max_token_id}, vocab_size is {self.vocab_size}")
         self._content: str | None = None
-        self._first, self._gather = Unpickled(), Unpickled()
+        self._first, self._gather, self._ids = Unpickled(), Unpickled(), Unpickled()
 
     @property
     def name(self) -> str:
@@ -113,6 +114,35 @@ class TokenReader(IndexedDataPipe):
             for file, first in zip(self.files, self.first_tokens[:-1], strict=True)
         ]
         return np.concatenate(ends)
+
+    def document_ids(self) -> "list[DocumentIds | None]":
+        """For each file the ids of its documents, from `FILE.ids` beside it; None where there is no such sidecar.
+
+        Raises TokenFileError for a sidecar that is damaged or of another token file.
+        """
+        if self._ids.value is None:
+            self._ids.value = [open_document_ids(file) for file in self.files]
+        return self._ids.value
+
+    def document_id(self, document: int) -> "str | None":
+        """The id of a document, as numbered in `document_ends()` over all files; None where none is kept.
+
+        Raises OutOfRangeError, TokenFileError.
+        """
+        left = document
+        for file, ids in zip(self.files, self.document_ids(), strict=True):
+            if 0 <= left < file.documents:
+                return None if ids is None else ids[left]
+            left -= file.documents
+        raise OutOfRangeError(f"{self.name}: no document {document}; it has {sum(f.documents for f in self.files)}")
+
+    def find_documents(self, document_id: str) -> list[int]:
+        """The documents with this id, as numbered in `document_ends()` over all files; scans the sidecars."""
+        found, first = [], 0
+        for file, ids in zip(self.files, self.document_ids(), strict=True):
+            found += [first + document for document in ids.find(document_id)] if ids is not None else []
+            first += file.documents
+        return found
 
     @property
     def content(self) -> str:

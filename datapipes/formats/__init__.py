@@ -8,10 +8,11 @@ before anything is mapped. Raw comes last: it has no mark, so its dtype must com
 import os
 
 from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError
-from . import npy, own, raw
+from . import ids, npy, own, raw
+from .ids import DocumentIds
 from .layout import DTYPES, TokenLayout, as_dtype, local_path
 
-__all__ = ["DTYPES", "TokenLayout", "as_dtype", "read_layout"]
+__all__ = ["DTYPES", "DocumentIds", "TokenLayout", "as_dtype", "read_layout"]
 
 HEAD = 256
 
@@ -37,7 +38,7 @@ def read_layout(path: "str | os.PathLike[str]", dtype: object = None) -> TokenLa
     if size == 0:
         raise TokenFileError(f"{text}: the token file is empty; a source needs at least one token")
     asked = None if dtype is None else as_dtype(dtype)
-    for kind in (npy, own, raw):
+    for kind in (npy, ids, own, raw):
         if kind.recognises(head):
             layout = kind.layout(text, head, size, asked)
             if asked is not None and asked != layout.dtype:

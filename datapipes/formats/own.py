@@ -27,6 +27,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -34,9 +35,9 @@ from typing import IO, Any
 import numpy as np
 
 from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError, TokenIdError
-from .layout import DTYPES, TokenLayout, as_dtype
+from .layout import DTYPES, TokenLayout, as_dtype, local_path
 
-__all__ = ["TokenFileWriter", "verify_token_file"]
+__all__ = ["TokenFileHeader", "TokenFileWriter", "read_header", "token_dtype", "verify_token_file"]
 
 MAGIC = b"TOKPIPE\0"
 HEADER = 256
@@ -70,12 +71,45 @@ def layout(path: str, head: bytes, size: int, dtype: "np.dtype | None") -> Token
     return TokenLayout(path, stored, HEADER, tokens, size, documents, ends_offset, largest, vocab_size or None)
 
 
+@dataclass(frozen=True)
+class TokenFileHeader:
+    """What only a header of ours knows. end_of_text: an id, or None. digest: BLAKE2b-256 of what follows it."""
+
+    tokenizer: str
+    tokenizer_hash: bytes
+    end_of_text: "int | None"
+    digest: bytes
+
+
+def read_header(path: "str | os.PathLike[str]") -> "TokenFileHeader | None":
+    """The header of a token file that `read_layout` takes; None for a kind that is not ours. Raises TokenFileError."""
+    try:
+        with local_path(os.fspath(path)).open("rb") as file:
+            head = file.read(HEADER)
+    except OSError as error:
+        raise TokenFileError(error.errno, f"cannot open the token file: {error.strerror}", os.fspath(path)) from error
+    return parse_header(head) if head.startswith(MAGIC) else None
+
+
+def parse_header(head: bytes) -> TokenFileHeader:
+    """Of a header that `layout` has checked; (256,) bytes."""
+    *_, end_of_text, digest, name, tokenizer_hash = _HEADER.unpack(head[:252])
+    return TokenFileHeader(
+        name.rstrip(b"\0").decode("utf-8", "replace"), tokenizer_hash, end_of_text - 1 if end_of_text else None, digest
+    )
+
+
 def _aligned(offset: int) -> int:
     return -(-offset // 8) * 8
 
 
+def token_dtype(vocab_size: "int | None", dtype: object = None) -> np.dtype:
+    """What ids below vocab_size are stored in: the dtype asked for, else uint16 up to 65,536, else uint32."""
+    return as_dtype(dtype if dtype is not None else "uint16" if (vocab_size or 0) <= 65536 else "uint32")
+
+
 class TokenFileWriter:
-    """Writes one token file, a document at a time; nothing stands under `path` before it is whole.
+    """Writes one token file, document by document; nothing stands under `path` before it is whole.
 
     Memory does not grow with the file. Token ids are checked before they are cast.
 
@@ -97,6 +131,8 @@ class TokenFileWriter:
 
     Raises ConfigurationError, ArgumentTypeError, TokenIdError (before anything of the document is written), OSError.
     """
+
+    magic = MAGIC
 
     def __init__(
         self,
@@ -125,7 +161,7 @@ class TokenFileWriter:
         if len(name) > 64 or len(tokenizer_hash) > 32:
             raise ConfigurationError("tokenizer has at most 64 UTF-8 bytes, tokenizer_hash at most 32 bytes")
         self.path = Path(path)
-        self.dtype = as_dtype(dtype if dtype is not None else "uint16" if (vocab_size or 0) <= 65536 else "uint32")
+        self.dtype = token_dtype(vocab_size, dtype)
         limit = int(np.iinfo(self.dtype).max) + 1
         self.vocab_size = vocab_size
         self._limit = min(limit, vocab_size) if vocab_size is not None else limit
@@ -158,20 +194,37 @@ class TokenFileWriter:
             )
         else:
             ids = document
-        if ids.size == 0:
+        self.write_many(ids, np.array([ids.size], np.uint64))
+
+    def write_many(self, tokens: np.ndarray, ends: np.ndarray) -> None:
+        """Appends whole documents in one go, with the same bytes as one by one.
+
+        Args:
+            tokens: integers (t,), the documents end to end.
+            ends: integers (n,), cumulative document ends in `tokens`; the last is t. Empty documents are left out.
+        """
+        if self._file.closed:
+            raise ConfigurationError(f"{self.path}: the writer is closed; a token file is written in one go")
+        ends = np.asarray(ends).astype(np.int64)
+        ends = ends[np.diff(ends, prepend=0) != 0]
+        if tokens.size != (ends[-1] if ends.size else 0) or np.any(np.diff(ends, prepend=0) < 0):
+            raise ConfigurationError(f"document ends must rise up to the {tokens.size} tokens they cut")
+        if not tokens.size:
             return
-        largest, smallest = int(ids.max()), int(ids.min())
+        largest, smallest = int(tokens.max()), int(tokens.min())
         if smallest < 0 or largest >= self._limit:
             wrong = smallest if smallest < 0 else largest
+            place = int(np.flatnonzero(tokens == wrong)[0])
+            document = self.documents + int(np.searchsorted(ends, place, side="right"))
             raise TokenIdError(
-                f"{self.path}: token id {wrong} in document {self.documents} does not fit: ids are "
+                f"{self.path}: token id {wrong} in document {document} does not fit: ids are "
                 f"0 … {self._limit - 1} (dtype {self.dtype.name}, vocab_size {self.vocab_size})"
             )
         self._largest = max(self._largest, largest)
-        self._put(ids.astype(self.dtype).tobytes())
-        self.tokens += ids.size
-        self.documents += 1
-        self._ends.write(self.tokens.to_bytes(8, "little"))
+        self._put(tokens.astype(self.dtype, copy=False).tobytes())
+        self._ends.write((ends + self.tokens).astype("<u8").tobytes())
+        self.tokens += tokens.size
+        self.documents += ends.size
 
     def _put(self, data: bytes) -> None:
         self._file.write(data)
@@ -198,7 +251,7 @@ class TokenFileWriter:
         code = {name: code for code, name in _CODES.items()}[self.dtype.name]
         name, digest = self._names
         head = _HEADER.pack(
-            MAGIC, 1, code, self.tokens, self.documents, self.vocab_size or 0, self._largest,
+            self.magic, 1, code, self.tokens, self.documents, self.vocab_size or 0, self._largest,
             self._end_of_text, self._hash.digest(), name, digest,
         )  # fmt: skip
         self._file.seek(0)
@@ -243,12 +296,16 @@ def verify_token_file(path: "str | os.PathLike[str]") -> None:
         head = file.read(HEADER)
         if not recognises(head):
             raise TokenFileError(f"{os.fspath(path)}: not a tokenpipe token file, so it carries no hash")
-        digest: Any = hashlib.blake2b(digest_size=32)
-        while block := file.read(1 << 20):
-            digest.update(block)
+        compare_hash(os.fspath(path), head, file)
+
+
+def compare_hash(path: str, head: bytes, file: "IO[bytes]") -> None:
+    """Reads what follows the header `head` to its end and compares the hash. Raises TokenFileError."""
+    digest: Any = hashlib.blake2b(digest_size=32)
+    while block := file.read(1 << 20):
+        digest.update(block)
     expected = _HEADER.unpack(head[:252])[8]
     if digest.digest() != expected:
         raise TokenFileError(
-            f"{os.fspath(path)}: its contents are damaged: BLAKE2b is {digest.hexdigest()}, the header says "
-            f"{expected.hex()}"
+            f"{path}: its contents are damaged: BLAKE2b is {digest.hexdigest()}, the header says {expected.hex()}"
         )
