@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: dict[str, str] = {
     "tokenize": "make a token file from text files and JSON lines",
     "inspect": "show what a token file holds",
+    "contents": "what was in a step: each row's rank, source, epoch, document, file and place, and its text",
+    "when": "in which steps a document or token was seen, or will be",
+    "certify": "8 bytes a step that stand for its rows; and where two runs differ first",
 }
 """The subcommands, a module each, with the line that the help shows."""
 
@@ -35,8 +39,12 @@ def main(arguments: "Sequence[str] | None" = None) -> int:
             sub.description = module.__doc__
             module.add_arguments(sub)
     parsed = parser.parse_args(given)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what an ASCII terminal cannot show is escaped, not an error
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return module.run(parsed)
+        status = module.run(parsed)
+        sys.stdout.flush()
+        return status
     except BrokenPipeError:  # `| head` has seen enough; what is left in the buffer has nowhere to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

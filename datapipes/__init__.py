@@ -3,13 +3,13 @@
 The files of this package in the order in which a token passes them:
 
     tokenize/  texts to token files
-    formats/   the kinds of token file            read.py     files as one token space
-    slice.py   windows (resize.py: other lengths) permute.py  the shuffle
-    blend.py   the mixture (weights.py: its law)  reorder.py  orders brought along
-    bound.py   skip, limit, once                  exclude.py  rows kept, labels masked
-    shard.py   one rank's part (topology.py)
-    batch.py   micro-batches (steps.py: steps)    collate.py  tensors
-    combine.py map, zip, concat                   recipes/    load_recipe, write_recipe, read_tokens
+    formats/   the kinds of token file            read.py      files as one token space
+    documents.py  chosen documents of it          slice.py     windows (resize.py: other lengths)
+    permute.py the shuffle                        blend.py     the mixture (weights.py: its law)
+    reorder.py orders brought along               bound.py     skip, limit, once
+    shard.py   one rank's part (topology.py)      batch.py     micro-batches (steps.py: steps)
+    collate.py tensors                            combine.py   map, zip, concat
+    exclude.py rows kept, labels masked           recipes/   load_recipe, write_recipe, read_tokens
 
 and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, journal.py (what
 changed during the run), ledger.py (contents, when), certificate.py (8 bytes a step), filemap.py, atomic.py,
@@ -35,10 +35,11 @@ from .certificate import Certificate, batch_certificate, certify
 from .collate import CausalLMCollator
 from .combine import Concater, Mapper, Zipper
 from .core import MAX_NUMBER, IndexedDataPipe
+from .documents import DocumentSelector, Overlap, overlap
 from .exclude import Excluder
 from .formats.ids import DocumentIds
 from .formats.own import TokenFileWriter, verify_token_file
-from .ledger import ContentsRecord, WhenRecord
+from .ledger import ContentsRecord, RowDocument, WhenRecord
 from .permute import Permuter
 from .read import TokenReader
 from .recipes import load_nanotron, load_recipe, read_tokens, write_recipe
@@ -58,15 +59,18 @@ __all__ = [
     "Concater",
     "ContentsRecord",
     "DocumentIds",
+    "DocumentSelector",
     "Excluder",
     "IndexedDataPipe",
     "Limiter",
     "Mapper",
     "NanosetOrder",
     "Once",
+    "Overlap",
     "Permuter",
     "RankSharder",
     "Reorderer",
+    "RowDocument",
     "Rows",
     "SampleBatcher",
     "SequenceResizer",
@@ -84,6 +88,7 @@ __all__ = [
     "load_nanotron",
     "load_recipe",
     "load_tokenizer",
+    "overlap",
     "read_tokens",
     "tokenize_files",
     "verify_token_file",

@@ -195,8 +195,8 @@ def _pointer(typingctx, address):
 def gather(starts, width, out, column, first, address, itemcode):
     """Copies `width` tokens from each place of `starts` into out[row, column:column + width].
 
-    Places count over all files end to end: file f holds [first[f], first[f + 1]) at address[f], as
-    items of itemcode[f] (see formats). Returns -1, or the index of a file that is not mapped yet. A
+    Places count over all pieces end to end: piece f holds [first[f], first[f + 1]) at address[f], as
+    items of itemcode[f] (see formats). Returns -1, or the index of a piece that is not mapped yet. A
     negative start leaves a row of zeros: a row of padding.
     """
     for row in range(starts.size):

@@ -1,7 +1,7 @@
 """The kernels of `_kernels_numba.py` in NumPy and plain Python: the same bits, more slowly.
 
-They are the oracle of the tests, and what runs where numba cannot compile. `gather` here takes the
-files' arrays instead of their addresses.
+They are the oracle of the tests, and what runs where numba cannot compile. `gather` here takes files as
+arrays[e], of which the pieces [bounds[e], bounds[e + 1]) begin at item place[p], instead of the pieces' addresses.
 """
 
 import numpy as np
@@ -147,22 +147,30 @@ def blend_unroute(
 
 
 def gather(
-    starts: Int64s, width: int, out: Int64s, column: int, first: Int64s, arrays: "list[np.ndarray | None]"
+    starts: Int64s,
+    width: int,
+    out: Int64s,
+    column: int,
+    first: Int64s,
+    bounds: Int64s,
+    place: Int64s,
+    arrays: "list[np.ndarray | None]",
 ) -> int:
     for row, start in enumerate(starts.tolist()):
         if start < 0:
             out[row, column : column + width] = 0
             continue
-        f, done = int(np.searchsorted(first, start, side="right")) - 1, 0
+        p, done = int(np.searchsorted(first, start, side="right")) - 1, 0
         while done < width:
-            if first[f + 1] > start + done:
-                tokens = arrays[f]
-                if tokens is None:
-                    return f
-                piece = tokens[start + done - first[f] :][: width - done]
-                out[row, column + done : column + done + piece.size] = piece
-                done += piece.size
-            f += 1
+            tokens = arrays[int(np.searchsorted(bounds, p, side="right")) - 1]
+            if tokens is None:
+                return p
+            skip = start + done - int(first[p])
+            count = min(width - done, int(first[p + 1] - first[p]) - skip)
+            begin = int(place[p]) + skip
+            out[row, column + done : column + done + count] = tokens[begin : begin + count]
+            done += count
+            p += 1
     return -1
 
 

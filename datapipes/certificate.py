@@ -194,7 +194,7 @@ def certify(run: "IndexedDataPipe | Auditable", steps: range) -> Certificate:
             tokens, records = ledger.tokens(run, step), ledger.contents(run, step)
         else:
             tokens, records = run.tokens(step), run.contents(step)
-        masked = np.fromiter((getattr(record, "masked", False) for record in records), np.bool_, len(records))
+        masked = np.fromiter((record.masked for record in records), np.bool_, len(records))
         certificate.record(step, _sum_of_hashes(tokens[:, :-1], masked))
     return certificate
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "describe_order",
+    "file_digest",
     "files_fingerprint",
     "identity_from",
     "order_fingerprint",
@@ -40,12 +41,13 @@ def prefix_fingerprints(files: Sequence[TokenLayout]) -> "list[str]":
     """The same for the first file, the first two, … all of them."""
     total, found = hashlib.blake2b(digest_size=16), []
     for file in files:
-        total.update(_file_digest(file))
+        total.update(file_digest(file))
         found.append(total.hexdigest())
     return found
 
 
-def _file_digest(file: TokenLayout) -> bytes:
+def file_digest(file: TokenLayout) -> bytes:
+    """32 bytes that stand for the contents of one file. Raises TokenFileError."""
     head = f"tokenpipe file 1|{file.tokens}|{file.dtype.name}".encode()
     digest = hashlib.blake2b(head, digest_size=32)
     length = file.tokens * file.dtype.itemsize

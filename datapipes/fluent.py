@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
+    import numpy as np
+
     from .batch import SampleBatcher
     from .blend import Blender
     from .bound import Limiter, Once, Skipper
     from .collate import CausalLMCollator
     from .combine import Concater, Mapper, Zipper
     from .core import IndexedDataPipe
+    from .documents import DocumentSelector
     from .exclude import Excluder
     from .permute import Permuter
     from .reorder import NanosetOrder, Reorderer
@@ -42,6 +45,18 @@ class FluentMethods:
 
     if TYPE_CHECKING:
         # Not IndexedDataPipe's own methods: each builds the node of that functional name over self.
+
+        def select_documents(
+            self,
+            share: float | tuple[float, float] | Sequence[float] | None = None,
+            seed: int | None = None,
+            by: str = "number",
+            score: str | None = None,
+            at_least: float | None = None,
+            below: float | None = None,
+            documents: Sequence[int] | np.ndarray | None = None,
+            name: str = "",
+        ) -> DocumentSelector: ...
 
         def slice_sequences(self, sequence_length: int, unit: int | None = None) -> SequenceSlicer: ...
 

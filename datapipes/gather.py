@@ -16,7 +16,7 @@ from .core import MAX_NUMBER, IndexedDataPipe, Int64s
 from .errors import ConfigurationError, TokenIdError
 from .filemap import FileMap
 from .kernels import kernel
-from .read import TokenReader
+from .read import TokenSpace
 from .slice import TokenWindows
 
 __all__ = ["Routes", "TokenGather", "fetch_items", "plan_of"]
@@ -29,27 +29,42 @@ _GATHERS: "weakref.WeakSet[TokenGather]" = weakref.WeakSet()
 
 
 class TokenGather:
-    """The files of some readers as one table, mapped on demand, and the gather over it.
+    """The pieces of some token spaces as one table, their files mapped on demand, and the gather over it.
 
-    Maps hold no file descriptors; beyond MOST_MAPS of all gathers they are dropped again, oldest first.
+    The table's entries are the spaces' files in order; an entry's pieces (of a whole reader, one) stand together. A
+    file that several spaces read is mapped once. Maps hold no file descriptors; beyond MOST_MAPS of all gathers they
+    are dropped again, oldest first.
     """
 
-    def __init__(self, readers: Sequence[TokenReader]) -> None:
-        unique = list({id(reader): reader for reader in readers}.values())
+    def __init__(self, spaces: Sequence[TokenSpace]) -> None:
+        unique = list({id(space): space for space in spaces}.values())
         self.base: dict[int, int] = {}
-        self.files = [file for reader in unique for file in reader.files]
-        tokens = 0
-        for reader in unique:
-            self.base[id(reader)] = tokens
-            tokens += reader.samples_per_pass
-        limits = [reader.vocab_size or MAX_NUMBER for reader in unique for _ in reader.files]
-        self.limit = (
-            np.array(limits, np.int64) if min(limits, default=MAX_NUMBER) < MAX_NUMBER else None
-        )  # ids must be below it
-        self.first: Int64s = np.cumsum([0, *(file.tokens for file in self.files)], dtype=np.int64)
-        self.itemcode = np.array([file.itemcode for file in self.files], np.int64)
-        self.address = np.zeros(len(self.files), np.uint64)
-        self.arrays: list[np.ndarray | None] = [None] * len(self.files)
+        first, place, bounds, tokens, pieces = [], [], [], 0, 0
+        for space in unique:
+            self.base[id(space)] = tokens
+            source, starts = space.pieces.source, space.first_tokens
+            cuts = np.searchsorted(source, starts)
+            first.append(space.pieces.first[:-1] + tokens)
+            place.append(source - np.repeat(starts[:-1], np.diff(cuts)))
+            bounds.append(cuts[:-1] + pieces)
+            tokens += space.samples_per_pass
+            pieces += source.size
+        self.first: Int64s = np.concatenate([*first, np.array([tokens], np.int64)])  # (pieces + 1,)
+        self.place: Int64s = np.concatenate([*place, np.empty(0, np.int64)])  # (pieces,) of the first token in its file
+        self.bounds: Int64s = np.concatenate([*bounds, np.array([pieces], np.int64)])  # (entries + 1,)
+        layouts = [file for space in unique for file in space.files]
+        self.files = list({id(file): file for file in layouts}.values())
+        number = {id(file): f for f, file in enumerate(self.files)}
+        self.file: Int64s = np.array([number[id(file)] for file in layouts], np.int64)  # (entries,)
+        self._by_file: Int64s = np.argsort(self.file, kind="stable")
+        self._cuts: Int64s = np.searchsorted(self.file[self._by_file], np.arange(len(self.files) + 1))
+        limits = [space.vocab_size or MAX_NUMBER for space in unique for _ in space.files]
+        checked = min(limits, default=MAX_NUMBER) < MAX_NUMBER
+        self.limit = np.array(limits, np.int64) if checked else None  # ids must be below it
+        itemcode = np.array([file.itemcode for file in layouts], np.int64)
+        self.itemcode: Int64s = np.repeat(itemcode, np.diff(self.bounds))  # (pieces,)
+        self.address = np.zeros(pieces, np.uint64)  # 0: not mapped
+        self.arrays: list[np.ndarray | None] = [None] * len(layouts)
         self._open: dict[int, FileMap] = {}
         _GATHERS.add(self)
         self._lock = threading.Lock()  # a map may not be dropped while another thread copies from it
@@ -79,7 +94,7 @@ class TokenGather:
                 if compiled:
                     missing = gather(starts, width, out, column, self.first, self.address, self.itemcode)
                 else:
-                    missing = gather(starts, width, out, column, self.first, self.arrays)
+                    missing = gather(starts, width, out, column, self.first, self.bounds, self.place, self.arrays)
                 if missing < 0:
                     return
                 self._map(starts, width)
@@ -89,13 +104,18 @@ class TokenGather:
         starts = starts[starts >= 0]
         low = np.searchsorted(self.first, starts, side="right") - 1
         high = np.searchsorted(self.first, starts + width, side="left")
-        needed = {f for a, b in zip(low.tolist(), high.tolist(), strict=True) for f in range(a, b)}
+        touched = [np.arange(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True)]
+        needed = set(self.file[self._entries(np.concatenate(touched))].tolist())
         for f in sorted(needed - self._open.keys()):
             file = self.files[f]
             view = FileMap(file.local, file.size)
             self._open[f] = view
-            self.address[f] = view.address + file.offset
-            self.arrays[f] = view.array(file.dtype, file.offset, file.tokens)
+            array = view.array(file.dtype, file.offset, file.tokens)
+            for entry in self._by_file[self._cuts[f] : self._cuts[f + 1]].tolist():
+                pieces = slice(self.bounds[entry], self.bounds[entry + 1])
+                bytes_before = self.place[pieces] * file.dtype.itemsize + (view.address + file.offset)
+                self.address[pieces] = bytes_before.astype(np.uint64)
+                self.arrays[entry] = array
         over = sum(len(gather._open) for gather in list(_GATHERS)) - MOST_MAPS
         over -= self._drop(over, needed)
         for other in [gather for gather in list(_GATHERS) if gather is not self]:
@@ -109,18 +129,26 @@ class TokenGather:
         """Unmaps up to so many files that are not needed, oldest first; gives how many."""
         dropped = [f for f in self._open if f not in needed][: max(0, most)]
         for f in dropped:
-            self.address[f], self.arrays[f] = 0, None
+            for entry in self._by_file[self._cuts[f] : self._cuts[f + 1]].tolist():
+                self.address[self.bounds[entry] : self.bounds[entry + 1]] = 0
+                self.arrays[entry] = None
             self._open.pop(f).close()
         return len(dropped)
 
+    def _entries(self, pieces: Int64s) -> Int64s:
+        """(n,) pieces → (n,) the entries that they belong to."""
+        return np.searchsorted(self.bounds, pieces, side="right") - 1
+
     def _check_ids(self, out: Int64s, starts: Int64s, limit: Int64s) -> None:
-        file = np.maximum(np.searchsorted(self.first, starts, side="right") - 1, 0)
-        wrong = (out < 0) | (out >= limit[file][:, None])
+        piece = np.maximum(np.searchsorted(self.first, starts, side="right") - 1, 0)
+        entry = self._entries(piece)
+        wrong = (out < 0) | (out >= limit[entry][:, None])
         if wrong.any():
             row, column = (int(i[0]) for i in np.nonzero(wrong))
             raise TokenIdError(
-                f"{self.files[file[row]].path}: token id {out[row, column]} in the row that begins at token "
-                f"{starts[row] - self.first[file[row]]} of the file; vocab_size is {limit[file[row]]}"
+                f"{self.files[self.file[entry[row]]].path}: token id {out[row, column]} in the row that begins at "
+                f"token {starts[row] - self.first[piece[row]] + self.place[piece[row]]} of the file; vocab_size is "
+                f"{limit[entry[row]]}"
             )
 
 

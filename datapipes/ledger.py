@@ -1,30 +1,42 @@
 """The order, asked both ways: what does step n hold (`contents`), when is a token seen (`when`)."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .batch import batcher_of
-from .core import IndexedDataPipe, Int64s, as_count, sample_node
+from .core import IndexedDataPipe, Int64s, as_count, as_numbers, sample_node
 from .errors import ConfigurationError, OutOfRangeError
 from .fingerprint import order_of
 from .gather import Routes, makes_items
 from .grow import GoneSource
-from .read import TokenReader
+from .read import TokenReader, TokenSpace
 from .shard import RankSharder
 from .slice import TokenWindows
 from .steps import StepTable
 
-__all__ = ["ContentsRecord", "WhenRecord", "consumed_by_source", "contents", "steps_of", "tokens", "when"]
+__all__ = [
+    "ContentsRecord",
+    "RowDocument",
+    "WhenRecord",
+    "consumed_by_source",
+    "contents",
+    "documents",
+    "sources_of",
+    "steps_of",
+    "tokens",
+    "when",
+]
 
 
 class ContentsRecord(NamedTuple):
     """One row of a step.
 
     sample_number: its place in the run's global order. source, epoch: which source, which time round it.
-    token: its first token's place in the source; file: the path as given; file_token: the same token's
-    place in that file. The row is `sequence_length` tokens from there, and one more as the last label.
+    token: its first token's place in the whole source, however its documents are chosen (its source number, see
+    read.py); file: the path as given; file_token: the same token's place in that file. The row is `sequence_length`
+    tokens from there, and one more as the last label; between them documents that were not chosen are left out.
     Of a dropped source that is gone, token and file_token are −1, file is empty, and masked is not known (False).
     masked: every label of the row is masked (see `exclude`).
     """
@@ -50,6 +62,19 @@ class WhenRecord(NamedTuple):
     micro_batch: int
     row: int
     masked: bool
+
+
+class RowDocument(NamedTuple):
+    """A stretch of a row that belongs to one document.
+
+    first, stop: which of the row's sequence_length + 1 tokens. document: its number in the source, −1 where the
+    file stores no document ends. id: from the ids beside the token file, None where there are none.
+    """
+
+    first: int
+    stop: int
+    document: int
+    id: "str | None"
 
 
 class _View:
@@ -79,8 +104,7 @@ class _View:
 
     def dealt(self, samples: Int64s) -> "tuple[list[int], ...]":
         """(n,) sample numbers → steps, ranks, micro-batches, rows, whether masked."""
-        steps = [self.steps.step_of(sample) for sample in samples.tolist()]
-        starts = np.array([self.steps.start(step) for step in steps], np.int64)
+        steps, starts = self.steps.located(samples)
         # rounds count from the step's first sample; after a resume in the middle of a step, from there
         base = np.where((starts < self.first) & (samples >= self.first), self.first, starts)
         dp = 1 if self.sharder is None else self.sharder.topology.dp_size
@@ -90,7 +114,8 @@ class _View:
             rank = self.sharder.topology.rank_of_slot(slot, self.sharder.turns(base + turn * dp))
         batch, row = np.divmod(turn, self.micro_batch_size)
         batch += -(-(base - starts) // self.steps.unit)
-        return steps, rank.tolist(), batch.tolist(), row.tolist(), self.masked(samples).tolist()
+        where = (steps, rank, batch, row, self.masked(samples))
+        return tuple(column.tolist() for column in where)
 
     def masked(self, samples: Int64s) -> np.ndarray:
         """bool (n,): which of these samples have every label masked."""
@@ -130,36 +155,107 @@ def contents(graph: IndexedDataPipe, step: int) -> "list[ContentsRecord]":
     samples = view.samples_of(step)
     routes = Routes(view.order)
     leaves, numbers = routes.resolve(samples)
-    records: list[ContentsRecord | None] = [None] * samples.size
-    dealt = list(zip(*view.dealt(samples), strict=True))
+    epochs, tokens, places = (np.full(samples.size, -1, np.int64) for _ in range(3))
+    names, paths = np.full((2, samples.size), "", object)
     for index, leaf in enumerate(routes.leaves):
         at = np.flatnonzero(leaves == index)
         node, number = _windows(leaf, numbers[at])
+        names[at] = leaf.name
+        epochs[at] = node.epoch_of(number)
         if isinstance(node, GoneSource):
-            for i, epoch in zip(at.tolist(), node.epoch_of(number).tolist(), strict=True):
-                at_step, rank, micro_batch, row, masked = dealt[i]
-                records[i] = ContentsRecord(
-                    at_step, rank, micro_batch, row, int(samples[i]), leaf.name, epoch, -1, "", -1, masked
-                )
             continue
-        tokens = node.starts(number)
-        files, places = node.reader.file_of(tokens)
-        epochs = node.epoch_of(number)
-        for i, token, file, place, epoch in zip(
-            at.tolist(), tokens.tolist(), files.tolist(), places.tolist(), epochs.tolist(), strict=True
-        ):
-            at_step, rank, micro_batch, row, masked = dealt[i]
-            path = node.reader.files[file].path
-            records[i] = ContentsRecord(
-                at_step, rank, micro_batch, row, int(samples[i]), leaf.name, epoch, token, path, place, masked
-            )
-    return [record for record in records if record is not None]
+        starts = node.starts(number)
+        files, places[at] = node.reader.file_of(starts)
+        tokens[at] = node.reader.source_numbers(starts)
+        paths[at] = np.array([file.path for file in node.reader.files], object)[files]
+    *where, masked = view.dealt(samples)
+    columns = (column.tolist() for column in (samples, names, epochs, tokens, paths, places))
+    return list(map(ContentsRecord, *where, *columns, masked))
 
 
-def tokens(graph: IndexedDataPipe, step: int) -> Int64s:
-    """The tokens of a step: int64 (samples, sequence_length + 1), a row for each record of `contents`."""
+def tokens(graph: IndexedDataPipe, step: int, rows: "Sequence[int] | None" = None) -> Int64s:
+    """The tokens of a step: int64 (n, sequence_length + 1), a row for each record of `contents`, or for those
+    at these indices alone.
+    """
     view = _View(graph)
-    return view.order.fetch(view.samples_of(step))
+    samples = view.samples_of(step)
+    return view.order.fetch(samples if rows is None else samples[as_numbers(rows)])
+
+
+def documents(graph: IndexedDataPipe, step: int) -> "list[list[RowDocument]]":
+    """The documents of a step's rows: for each record of `contents` the stretches that make it up, in order.
+
+    None of a row whose source is gone. Raises TokenFileError for ids that belong to another token file.
+    """
+    view = _View(graph)
+    routes = Routes(view.order)
+    leaves, numbers = routes.resolve(view.samples_of(step))
+    found: list[list[RowDocument]] = [[] for _ in range(leaves.size)]
+    for index, leaf in enumerate(routes.leaves):
+        at = np.flatnonzero(leaves == index)
+        row, first, stop = row_spans(leaf, numbers[at])
+        if not row.size:
+            continue
+        reader = _windows(leaf, numbers[:0])[0].reader.origin
+        for i, length, document, name in _by_document(reader, at[row], first, stop):
+            begin = found[i][-1].stop if found[i] else 0
+            found[i].append(RowDocument(begin, begin + length, document, name))
+    return found
+
+
+def row_spans(leaf: IndexedDataPipe, numbers: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """Which tokens of their source rows hold, their last label too: (n,) the rows' numbers of one leaf →
+    (k,) indices into them, ascending, (k,) first tokens, (k,) one past the last ones.
+    """
+    node, number = _windows(leaf, numbers)
+    if isinstance(node, GoneSource):
+        return (np.empty(0, np.int64),) * 3
+    start = node.starts(number)
+    first, source = node.reader.pieces
+    row, piece, begins, stops = _cut(start, start + node.sequence_length + 1, first[1:])
+    ahead = source[piece] - first[piece]
+    return row, begins + ahead, stops + ahead
+
+
+def _by_document(
+    reader: TokenReader, row: Int64s, first: Int64s, stop: Int64s
+) -> "Iterator[tuple[int, int, int, str | None]]":
+    """Spans of a source's tokens, cut at the ends of files and documents: (row, tokens, document, its id)."""
+    span, file, first, stop = _cut(first, stop, reader.first_tokens[1:])
+    row = row[span]
+    ids = reader.document_ids()
+    parts = []
+    before = reader.first_document
+    for f, layout in enumerate(reader.files):
+        at = np.flatnonzero(file == f)
+        if at.size and layout.documents:
+            base = reader.first_tokens[f]
+            cut, document, begins, stops = _cut(first[at] - base, stop[at] - base, layout.document_ends())
+            names = [None if (known := ids[f]) is None else known[d] for d in document.tolist()]
+            parts.append((at[cut], stops - begins, before + document, names))
+        elif at.size:
+            parts.append((at, stop[at] - first[at], np.full(at.size, -1), [None] * at.size))
+        before += layout.documents
+    order = np.argsort(np.concatenate([part[0] for part in parts]), kind="stable").tolist()
+    told = [
+        piece
+        for at, length, document, names in parts
+        for piece in zip(row[at].tolist(), length.tolist(), document.tolist(), names, strict=True)
+    ]
+    for i in order:
+        yield told[i]
+
+
+def _cut(first: Int64s, stop: Int64s, ends: Any) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """Spans cut where pieces end: (n,) first and stop, (m,) ascending ends → (k,) indices of the spans, (k,) of the
+    pieces, (k,) first and stop of each part.
+    """
+    low = np.searchsorted(ends, first.astype(ends.dtype), side="right")
+    count = np.searchsorted(ends, stop.astype(ends.dtype), side="left") - low + 1
+    span = np.repeat(np.arange(first.size), count)
+    piece = np.arange(span.size) - np.repeat(np.cumsum(count) - count, count) + low[span]
+    begins = np.where(piece > low[span], ends[np.maximum(piece - 1, 0)].astype(np.int64), first[span])
+    return span, piece, begins, np.minimum(stop[span], ends[piece].astype(np.int64))
 
 
 def _windows(node: IndexedDataPipe, numbers: Int64s) -> tuple[TokenWindows, Int64s]:
@@ -184,9 +280,10 @@ def when(graph: IndexedDataPipe, source: str, token: "int | range", steps: range
     """Each row of these steps that has the source's token as a label, in order; of a range of tokens (a
     document's), each row that has one of them or more.
 
-    A row of `sequence_length` tokens has the tokens after its first one as labels, and one more. So token
-    0 of a source is never a label, nor are tokens after its last whole window.
-    Raises OutOfRangeError for a token that the source does not have, ConfigurationError for a source
+    `token` counts in the whole source (as in `contents`), and `source` is its name or that of a sub-source of chosen
+    documents; a token that was not chosen is in no row. A row of `sequence_length` tokens has the tokens after its
+    first one as labels, and one more. So the first token of a (sub-)source is never a label, nor are tokens after its
+    last whole window. Raises OutOfRangeError for a token that the source does not have, ConfigurationError for a source
     that the graph does not have.
     """
     tokens = _as_tokens(token)
@@ -194,10 +291,13 @@ def when(graph: IndexedDataPipe, source: str, token: "int | range", steps: range
         raise ConfigurationError(f"steps must be a range with step 1 from 0 or later, got {steps!r}")
     view = _View(graph)
     low, high = view.steps.start(steps.start), min(view.steps.start(max(steps.stop, steps.start)), view.bound)
-    names: list[str] = []
-    found = list(_find(view.order, source, tokens, low, high, names)) if low < high else []
-    if not names and source not in (names := _source_names(view.order)):
+    spaces = [space for name, space in sources_of(view.order) if source in (name, space.origin.name)]
+    if not spaces:
+        names = dict.fromkeys(name for name, _ in sources_of(view.order))
         raise ConfigurationError(f"no source is named {source!r}; the sources are {', '.join(map(repr, names))}")
+    if tokens[-1] >= (size := max(int(space.first_tokens[-1]) for space in spaces)):
+        raise OutOfRangeError(f"source {source!r} has {size} tokens, token {tokens[-1]} is not one of them")
+    found = list(_find(view.order, source, tokens, low, high)) if low < high else []
     samples = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
     samples = samples[(samples >= low) & (samples < high)]
     return [WhenRecord(*record) for record in zip(*view.dealt(samples), strict=True)]
@@ -212,44 +312,33 @@ def _as_tokens(token: "int | range") -> range:
     return range(token, token + 1)
 
 
-def _find(node: IndexedDataPipe, source: str, tokens: range, lo: int, hi: int, names: "list[str]") -> Iterator[Int64s]:
+def _find(node: IndexedDataPipe, source: str, tokens: range, lo: int, hi: int) -> Iterator[Int64s]:
     """The node's numbers from `lo` up to `hi` that hold one of the tokens as a label, and perhaps some around
     them: leaf first, then upwards.
     """
     if isinstance(node, TokenWindows):
-        if node.name == source:
-            names.append(source)
-            last, size = tokens[-1], node.reader.samples_per_pass
-            if last >= size:
-                raise OutOfRangeError(f"source {source!r} has {size} tokens, token {last} is not one of them")
-            # a row's labels are sequence_length tokens in one piece: no row slips between tokens so far apart
-            for token in {*tokens[:: node.sequence_length], last}:
-                yield node.numbers_at(token, hi, lo)
+        if not isinstance(node, GoneSource) and source in (node.name, node.reader.origin.name):
+            # a row's labels are sequence_length tokens in one piece: no row slips between places so far apart
+            first, stop = node.reader.places_below(np.array([tokens.start, tokens.stop], np.int64)).tolist()
+            if first < stop:
+                yield node.numbers_at(np.append(np.arange(first, stop, node.sequence_length), stop - 1), hi, lo)
         return
     if makes_items(node):
         _check_origin(node)
     for index, child in enumerate(node.children):
         bounds = node.source_floor(index, lo), node.source_bound(index, hi)
-        found = list(_find(child, source, tokens, *bounds, names))
+        found = list(_find(child, source, tokens, *bounds))
         if found:
             yield node.places(index, np.unique(np.concatenate(found)))[1]
 
 
-def _source_names(node: IndexedDataPipe) -> "list[str]":
-    if isinstance(node, TokenWindows):
-        return [node.name]
-    return [name for child in node.children for name in _source_names(child)]
-
-
-def row_spans(leaf: IndexedDataPipe, numbers: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Which tokens of their source rows hold, their last label too: (n,) the rows' numbers of one leaf →
-    (k,) indices into them, (k,) first tokens, (k,) one past the last ones.
+def sources_of(node: IndexedDataPipe) -> "list[tuple[str, TokenSpace]]":
+    """(name, token space) of each source of windows below a node. The source whose tokens and documents records
+    number is `space.origin`: several sub-sources may be chosen from one.
     """
-    node, number = _windows(leaf, numbers)
-    if isinstance(node, GoneSource):
-        return (np.empty(0, np.int64),) * 3
-    first = node.starts(number)
-    return np.arange(first.size), first, first + node.sequence_length + 1
+    if isinstance(node, TokenWindows):
+        return [] if isinstance(node, GoneSource) else [(node.name, node.reader)]
+    return [found for child in node.children for found in sources_of(child)]
 
 
 def spaces_by_name(graph: IndexedDataPipe) -> "dict[str, list[TokenReader]]":

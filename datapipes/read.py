@@ -1,9 +1,20 @@
-"""Token files of any kind as one token space: number k is token k, files end to end."""
+"""Token files of any kind as one token space: number k is token k, files end to end.
+
+Three numberings, all in tokens, all int64:
+
+    place in the space    0 … len − 1: what windows are cut from
+    source number         place in the whole source: what records name and `when` takes; the same for all of the
+                          source's documents, however they are chosen, and after the source has grown by files
+    place in the file     source number − that of the file's first token
+
+A space is a list of *pieces*: stretches of one file that follow one another. A TokenReader's pieces are its files, and
+its numbering is the source's (from `first_token` on, where it is a part of the source); see documents.py for others.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,10 +24,127 @@ from .fingerprint import files_fingerprint
 from .formats import DocumentIds, TokenLayout, read_layout
 from .formats.ids import open_document_ids
 
-__all__ = ["TokenReader"]
+if TYPE_CHECKING:
+    from .documents import DocumentSelector
+
+__all__ = ["Pieces", "TokenReader", "TokenSpace", "as_name"]
 
 
-class TokenReader(IndexedDataPipe):
+class Pieces(NamedTuple):
+    """What a token space is made of, in the order of the source; no piece is empty or crosses a file's border.
+
+    first: int64 (pieces + 1,), the place in the space of each one's first token, then the number of tokens.
+    source: int64 (pieces,), that token's source number.
+    """
+
+    first: Int64s
+    source: Int64s
+
+
+def as_name(name: Any) -> str:
+    """`name`, if a source can be called so. Raises ConfigurationError."""
+    if not isinstance(name, str) or not 0 < len(name) <= 200:
+        raise ConfigurationError(f"a source's name has 1 to 200 characters, got {name!r}")
+    return name
+
+
+class TokenSpace(IndexedDataPipe):
+    """Tokens of one source, end to end: item k is token k (int64). What `slice_sequences` cuts into windows."""
+
+    @property
+    def origin(self) -> "TokenReader":
+        """The reader whose files these are; its name is the source's."""
+        raise NotImplementedError
+
+    @property
+    def pieces(self) -> Pieces:
+        raise NotImplementedError
+
+    @property
+    def files(self) -> "tuple[TokenLayout, ...]":
+        return self.origin.files
+
+    @property
+    def vocab_size(self) -> "int | None":
+        return self.origin.vocab_size
+
+    @property
+    def first_tokens(self) -> Int64s:
+        """int64 (files + 1,): the source number of each file's first token, then of the first one after them."""
+        return self.origin.first_tokens
+
+    @property
+    def end(self) -> int:
+        return self.samples_per_pass
+
+    @property
+    def finite(self) -> bool:
+        return True
+
+    def source_numbers(self, tokens: Int64s) -> Int64s:
+        """(n,) places in the space → (n,) source numbers."""
+        first, source = self.pieces
+        piece = np.searchsorted(first, tokens, side="right") - 1
+        return source[piece] + (tokens - first[piece])
+
+    def places_of(self, numbers: Int64s) -> Int64s:
+        """(n,) source numbers → (n,) places in the space, −1 where it does not have the token."""
+        first, source = self.pieces
+        piece = np.searchsorted(source, numbers, side="right") - 1
+        into = numbers - source[piece]
+        return np.where((piece >= 0) & (into < np.diff(first)[piece]), first[piece] + into, -1)
+
+    def places_below(self, numbers: Int64s) -> Int64s:
+        """(n,) source numbers → (n,) how many of the space's tokens come before each: so the places of the source's
+        tokens [a, b) are those from the first of these counts up to the second.
+        """
+        first, source = self.pieces
+        piece = np.searchsorted(source, numbers, side="right") - 1
+        return np.where(piece >= 0, np.minimum(first[piece] + numbers - source[piece], first[piece + 1]), 0)
+
+    def file_of(self, tokens: Int64s) -> tuple[Int64s, Int64s]:
+        """(n,) places in the space → ((n,) index of the file that holds each, (n,) its place in that file)."""
+        numbers = self.source_numbers(tokens)
+        file = np.searchsorted(self.first_tokens, numbers, side="right") - 1
+        return file, numbers - self.first_tokens[file]
+
+    def fetch(self, numbers: Any, columns: Any = None) -> Any:
+        from .gather import TokenGather
+
+        if self._gather.value is None:
+            self._gather.value = TokenGather([self])
+        return self._gather.value.rows(self.checked(numbers), 1)[:, 0]
+
+    def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Any]:
+        return in_blocks(self.fetch, start, self.end if stop is None else min(stop, self.end))
+
+    def hold_out(self, share: float, seed: int, by: str = "number") -> "tuple[DocumentSelector, DocumentSelector]":
+        """(what is trained on, what is held out): each document is in one of the two, by a keyed hash.
+
+        The first keeps this space's name, so that its order does not depend on the other's being there; the other
+        is called "… held out". See `select_documents` for the arguments and what is raised.
+        """
+        held_out = self.select_documents(share=(0, share), seed=seed, by=by, name=f"{self.name} held out")
+        return self.select_documents(share=(share, 1), seed=seed, by=by), held_out
+
+    def partition(
+        self, by: str, bins: "Sequence[float]", names: "Sequence[str] | None" = None
+    ) -> "dict[str, DocumentSelector]":
+        """Named sub-sources by a score, {name: space}: each document is in exactly one of them.
+
+        Args:
+            by: "length", or the name of a score beside each token file (see `select_documents`).
+            bins: increasing bounds; [0.2, 0.8] makes three: below 0.2, from 0.2 up to below 0.8, from 0.8 on.
+            names: of the len(bins) + 1 sub-sources; left out: "prose/quality<0.2", "prose/0.2<=quality<0.8", ….
+
+        Raises ConfigurationError, also where a bin has no document.
+        """
+        from .documents import split_by_score
+
+        return split_by_score(self, by, bins, names)
+
+
+class TokenReader(TokenSpace):
     """One source's token files, end to end: item k is token k (int64).
 
     Files are looked at here (first bytes and size) and mapped when a batch first needs them.
@@ -34,6 +162,12 @@ class TokenReader(IndexedDataPipe):
 
     functional_name = "TokenReader"
     decides_order = False
+    vocab_size: "int | None" = None
+    files: "tuple[TokenLayout, ...]" = ()
+    first_token = 0
+    """The source number of this reader's first token: not 0 where it is a `part` of the source."""
+    first_document = 0
+    """The number in the source of this reader's first document."""
 
     def __init__(
         self,
@@ -48,16 +182,38 @@ class TokenReader(IndexedDataPipe):
             raise ArgumentTypeError(f"paths must be a str or PathLike, or a list of them, got {paths!r}")
         if not several:
             raise ConfigurationError("TokenReader needs at least one path")
-        if name is not None and (not isinstance(name, str) or not 0 < len(name) <= 200):
-            raise ConfigurationError(f"a source's name has 1 to 200 characters, got {name!r}")
-        self._name = name or PurePath(os.fspath(several[0])).stem
+        self._name = as_name(name) if name is not None else PurePath(os.fspath(several[0])).stem
         self.vocab_size = None if vocab_size is None else as_count("vocab_size", vocab_size)
-        self.files: tuple[TokenLayout, ...] = tuple(read_layout(path, dtype) for path in several)
+        self.files = tuple(read_layout(path, dtype) for path in several)
         for file in self.files:
             if self.vocab_size is not None and (file.max_token_id or 0) >= self.vocab_size:
                 raise TokenIdError(f"{file.path}: holds token id {file.max_token_id}, vocab_size is {self.vocab_size}")
         self._content: str | None = None
         self._first, self._gather, self._ids = Unpickled(), Unpickled(), Unpickled()
+
+    def part(self, start: int, stop: "int | None" = None) -> "TokenReader":
+        """A reader of the files [start, stop) alone, which knows its place in this one: tokens and documents keep
+        their numbers in the source. So a source that grew by files is read generation by generation.
+
+        Raises ConfigurationError for a range that holds no file.
+        """
+        stop = len(self.files) if stop is None else as_count("stop", stop)
+        if not 0 <= as_count("start", start, 0) < stop <= len(self.files):
+            raise ConfigurationError(
+                f"source {self.name!r} has {len(self.files)} file(s); [{start}, {stop}) is no range of them"
+            )
+        return self.changed(
+            files=self.files[start:stop],
+            first_token=int(self.first_tokens[start]),
+            first_document=self.first_document + sum(file.documents for file in self.files[:start]),
+            _content=None,
+            _first=Unpickled(),
+            _gather=Unpickled(),
+        )
+
+    @property
+    def origin(self) -> "TokenReader":
+        return self
 
     @property
     def name(self) -> str:
@@ -75,40 +231,28 @@ class TokenReader(IndexedDataPipe):
 
     @property
     def first_tokens(self) -> Int64s:
-        """int64 (files + 1,): the place of each file's first token, then the number of tokens."""
         if self._first.value is None:
-            self._first.value = np.cumsum([0, *(file.tokens for file in self.files)], dtype=np.int64)
+            tokens = [self.first_token, *(file.tokens for file in self.files)]
+            self._first.value = np.cumsum(tokens, dtype=np.int64)
         return self._first.value
 
     @property
+    def pieces(self) -> Pieces:
+        return Pieces(self.first_tokens - self.first_token, self.first_tokens[:-1])
+
+    @property
     def samples_per_pass(self) -> int:
-        return int(self.first_tokens[-1])
+        return int(self.first_tokens[-1]) - self.first_token
 
-    @property
-    def end(self) -> int:
-        return self.samples_per_pass
+    def source_numbers(self, tokens: Int64s) -> Int64s:
+        return tokens + self.first_token
 
-    @property
-    def finite(self) -> bool:
-        return True
-
-    def fetch(self, numbers: Any, columns: Any = None) -> Any:
-        from .gather import TokenGather
-
-        if self._gather.value is None:
-            self._gather.value = TokenGather([self])
-        return self._gather.value.rows(self.checked(numbers), 1)[:, 0]
-
-    def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Any]:
-        return in_blocks(self.fetch, start, self.end if stop is None else min(stop, self.end))
-
-    def file_of(self, tokens: Int64s) -> tuple[Int64s, Int64s]:
-        """(n,) tokens → ((n,) index of the file that holds each, (n,) its place in that file)."""
-        file = np.searchsorted(self.first_tokens, tokens, side="right") - 1
-        return file, tokens - self.first_tokens[file]
+    def places_of(self, numbers: Int64s) -> Int64s:
+        places = numbers - self.first_token
+        return np.where((places >= 0) & (places < self.samples_per_pass), places, -1)
 
     def document_ends(self) -> Int64s:
-        """int64 (documents,): cumulative document ends of all files that store them, in tokens."""
+        """int64 (documents,): cumulative document ends of all files that store them, as source numbers."""
         ends = [
             file.document_ends().astype(np.int64) + first
             for file, first in zip(self.files, self.first_tokens[:-1], strict=True)
@@ -135,6 +279,35 @@ class TokenReader(IndexedDataPipe):
                 return None if ids is None else ids[left]
             left -= file.documents
         raise OutOfRangeError(f"{self.name}: no document {document}; it has {sum(f.documents for f in self.files)}")
+
+    def document_range(self, document: "int | str") -> tuple[int, int]:
+        """Which of the source's tokens make up a document: (first, stop).
+
+        Args:
+            document: its number in the source, or its id.
+
+        Raises OutOfRangeError for a number that is none, ConfigurationError for an id that no document has, or
+        several have, TokenFileError.
+        """
+        if isinstance(document, str):
+            found = self.find_documents(document)
+            if len(found) != 1:
+                raise ConfigurationError(
+                    f"source {self.name!r}: {len(found) or 'no'} document(s) have the id {document!r:.200}"
+                    + (f"; by their numbers: {', '.join(map(str, found[:8]))}" if found else "")
+                )
+            document = found[0]
+        left = as_count("document", document, 0) - self.first_document
+        for file, first in zip(self.files, self.first_tokens.tolist(), strict=False):
+            if 0 <= left < file.documents:
+                ends = file.document_ends()
+                return first + (int(ends[left - 1]) if left else 0), first + int(ends[left])
+            left -= file.documents
+        documents = sum(file.documents for file in self.files)
+        raise OutOfRangeError(
+            f"source {self.name!r} has no document {document}: "
+            + (f"it has {documents:,}" if documents else "its files store no document ends")
+        )
 
     def find_documents(self, document_id: str) -> list[int]:
         """The documents with this id, as numbered in `document_ends()` over all files; scans the sidecars."""

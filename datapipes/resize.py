@@ -9,7 +9,7 @@ from ._torch import functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count
 from .errors import ArgumentTypeError, ConfigurationError
 from .permute import Permuter, permute_numbers
-from .read import TokenReader
+from .read import TokenSpace
 from .slice import SequenceSlicer, TokenWindows
 
 __all__ = ["SequenceResizer"]
@@ -106,7 +106,7 @@ class SequenceResizer(TokenWindows):
         return self._epoch, spans
 
     @property
-    def reader(self) -> TokenReader:
+    def reader(self) -> TokenSpace:
         return self._slicer.reader
 
     @property
@@ -152,7 +152,10 @@ class SequenceResizer(TokenWindows):
     def epoch_of(self, numbers: Int64s) -> Int64s:
         return self._located(numbers)[0]
 
-    def numbers_at(self, token: int, hi: int, lo: int = 0) -> Int64s:
+    def numbers_at(self, tokens: Int64s, hi: int, lo: int = 0) -> Int64s:
+        return np.concatenate([np.empty(0, np.int64), *(self._numbers_at(t, hi, lo) for t in tokens.tolist())])
+
+    def _numbers_at(self, token: int, hi: int, lo: int) -> Int64s:
         unit, rest = divmod(token - 1, self._slicer.unit)
         units = self._slicer.units
         found: list[int] = []

@@ -7,16 +7,17 @@ import numpy as np
 from ._torch import functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count
 from .errors import ArgumentTypeError, ConfigurationError
-from .read import TokenReader
+from .read import TokenSpace
 
 __all__ = ["SequenceSlicer", "TokenWindows"]
 
 
 class TokenWindows(IndexedDataPipe):
-    """A node that makes rows of tokens: windows of one reader, epoch after epoch without an end."""
+    """A node that makes rows of tokens: windows of one token space, epoch after epoch without an end."""
 
     @property
-    def reader(self) -> TokenReader:
+    def reader(self) -> TokenSpace:
+        """The tokens that the windows are cut from."""
         raise NotImplementedError
 
     @property
@@ -28,15 +29,17 @@ class TokenWindows(IndexedDataPipe):
         return False
 
     def starts(self, numbers: Int64s) -> Int64s:
-        """(n,) numbers → (n,) the places of their first tokens in the reader."""
+        """(n,) numbers → (n,) the places of their first tokens in the token space."""
         raise NotImplementedError
 
     def epoch_of(self, numbers: Int64s) -> Int64s:
         """(n,) numbers → (n,) which time round the source each belongs to, from 0."""
         raise NotImplementedError
 
-    def numbers_at(self, token: int, hi: int, lo: int = 0) -> Int64s:
-        """All numbers from `lo` up to `hi` whose window has this token as a label."""
+    def numbers_at(self, tokens: Int64s, hi: int, lo: int = 0) -> Int64s:
+        """All numbers from `lo` up to `hi` whose window has one of these tokens as a label (places, as in
+        `starts`), in any order, perhaps more than once.
+        """
         raise NotImplementedError
 
 
@@ -52,7 +55,7 @@ class SequenceSlicer(TokenWindows):
     the unseen rest of every unit stays in one piece, and `resize_sequences` can change S exactly.
 
     Args:
-        datapipe: a TokenReader.
+        datapipe: a TokenReader, or a DocumentSelector.
         sequence_length: S, in tokens.
         unit: U, in tokens; left out, S.
 
@@ -73,10 +76,10 @@ class SequenceSlicer(TokenWindows):
         self.check()
 
     def check(self) -> None:
-        if not isinstance(self.datapipe, TokenReader):
+        if not isinstance(self.datapipe, TokenSpace):
             raise ArgumentTypeError(
-                f"slice_sequences takes a TokenReader, got {type(self.datapipe).__name__}: windows are cut "
-                "before they are re-ordered"
+                f"slice_sequences takes a TokenReader, or documents of one, got {type(self.datapipe).__name__}: "
+                "windows are cut before they are re-ordered"
             )
         if self.units < 1:
             tokens = self.reader.samples_per_pass
@@ -87,7 +90,7 @@ class SequenceSlicer(TokenWindows):
             )
 
     @property
-    def reader(self) -> TokenReader:
+    def reader(self) -> TokenSpace:
         return self.datapipe  # type: ignore[return-value]
 
     @property
@@ -118,14 +121,14 @@ class SequenceSlicer(TokenWindows):
         part, unit = np.divmod(within, self.units)
         return unit * self.unit + part * self._length
 
-    def numbers_at(self, token: int, hi: int, lo: int = 0) -> Int64s:
-        place = token - 1
-        unit, rest = divmod(place, self.unit)
-        if place < 0 or unit >= self.units:
-            return np.empty(0, np.int64)
+    def numbers_at(self, tokens: Int64s, hi: int, lo: int = 0) -> Int64s:
+        tokens = tokens[(tokens > 0) & (tokens <= self.units * self.unit)]
+        unit, rest = np.divmod(tokens - 1, self.unit)
         within = (rest // self._length) * self.units + unit
-        epoch = max(0, -(-(lo - within) // self.samples_per_pass))
-        return np.arange(epoch * self.samples_per_pass + within, hi, self.samples_per_pass, dtype=np.int64)
+        length = self.samples_per_pass
+        epochs = np.arange(lo // length, -(-hi // length), dtype=np.int64) * length
+        found = (epochs[:, None] + within).reshape(-1)
+        return found[(found >= lo) & (found < hi)]
 
     def epoch_of(self, numbers: Int64s) -> Int64s:
         return numbers // self.samples_per_pass

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .core import MAX_NUMBER, as_count
+from .core import MAX_NUMBER, Int64s, as_count
 from .errors import ArgumentTypeError, BatchSizeError
 
 __all__ = ["Breakpoint", "StepTable", "as_schedule"]
@@ -93,6 +93,13 @@ class StepTable:
         """The step that takes this sample."""
         b = self.breakpoints[bisect_right(self.breakpoints, sample, key=lambda b: b.sample) - 1]
         return b.step + (sample - b.sample) // b.size
+
+    def located(self, samples: Int64s) -> tuple[Int64s, Int64s]:
+        """(n,) samples → (n,) the steps that take them, (n,) those steps' first samples."""
+        step, first, size = (np.array(column, np.int64) for column in zip(*self.breakpoints, strict=True))
+        b = np.searchsorted(first, samples, side="right") - 1
+        into = (samples - first[b]) // size[b]
+        return step[b] + into, first[b] + into * size[b]
 
     def next_step(self, sample: int) -> int:
         """The first step that begins at this sample or after it."""

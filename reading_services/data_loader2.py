@@ -20,7 +20,7 @@ from ..datapipes.errors import (
     LoaderWarning,
 )
 from ..datapipes.journal import Journal
-from ..datapipes.ledger import ContentsRecord, WhenRecord
+from ..datapipes.ledger import ContentsRecord, RowDocument, WhenRecord
 from ..datapipes.plan import Plan, plan
 from ..datapipes.rank_zero import warn
 from ..datapipes.sources import SourceCounts
@@ -408,9 +408,15 @@ class DataLoader2:
         steps = self._indexed("micro_batches").steps
         return steps.size(as_count("step", step, 0)) // steps.unit
 
-    def tokens(self, step: int) -> "npt.NDArray[np.int64]":
-        """The tokens of a step: int64 (samples, sequence_length + 1), a row for each record of `contents`."""
-        return ledger.tokens(self._indexed("tokens").graph, step)
+    def tokens(self, step: int, rows: "Sequence[int] | None" = None) -> "npt.NDArray[np.int64]":
+        """The tokens of a step: int64 (n, sequence_length + 1), a row for each record of `contents`, or for
+        those at these indices alone.
+        """
+        return ledger.tokens(self._indexed("tokens").graph, step, rows)
+
+    def documents(self, step: int) -> "list[list[RowDocument]]":
+        """The documents of a step's rows: for each record of `contents` the stretches that make it up, in order."""
+        return ledger.documents(self._indexed("documents").graph, step)
 
     def contents(self, step: int) -> "list[ContentsRecord]":
         """What a step holds: a record for each row of the whole step, all ranks, by sample number."""

@@ -19,6 +19,7 @@ ROWS = {
         "DataLoader(graph), 2 workers (a remark)",
     ],
     "startup": ["10^6", "10^9", "target: < 10 ms, < 20 MB", "flat: the last N over the first"],
+    "audit": ["10^6", "10^9", "target: < 10 ms"],
     "imports": ["import torch", "import torch and tokenpipe", "**tokenpipe over torch**"],
 }
 

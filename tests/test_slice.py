@@ -67,7 +67,7 @@ def test_numbers_at_finds_each_window_that_has_a_token_as_a_label(token_file, to
     starts = node.starts(np.arange(hi))
     for token in range(tokens):
         expected = np.flatnonzero((starts < token) & (token <= starts + length)).tolist()
-        assert node.numbers_at(token, hi).tolist() == expected
+        assert node.numbers_at(np.array([token]), hi).tolist() == expected
 
 
 @pytest.mark.parametrize("length", LENGTHS[:-1])
@@ -201,7 +201,7 @@ def test_numbers_at_is_the_inverse_of_starts_after_changes_of_length(token_file,
     starts = node.starts(np.arange(hi))
     for token in range(units * UNIT + 1):
         expected = np.flatnonzero((starts < token) & (token <= starts + node.sequence_length)).tolist()
-        assert sorted(node.numbers_at(token, hi).tolist()) == expected, token
+        assert sorted(node.numbers_at(np.array([token]), hi).tolist()) == expected, token
 
 
 @pytest.mark.parametrize("moment", range(50))
