@@ -10,9 +10,18 @@ from ..datapipes.errors import ArgumentTypeError, JournalError
 from ..datapipes.exclude import Excluder
 from ..datapipes.fingerprint import order_of, source_identity
 from ..datapipes.grow import Generations, GoneSource, part_of_source
-from ..datapipes.journal import GrownEntry, Journal, Path, WeightsEntry, number_at, path_to_blend, path_to_source
+from ..datapipes.journal import (
+    GrownEntry,
+    Journal,
+    Path,
+    WeightsEntry,
+    blends_in,
+    number_at,
+    path_to_blend,
+    path_to_source,
+)
 from ..datapipes.jump import Jumper
-from ..datapipes.ledger import spaces_by_name
+from ..datapipes.ledger import sources_of
 from ..datapipes.steps import StepTable
 from .base import Adapter
 from .surgery import rewritten
@@ -40,10 +49,11 @@ class ApplyJournal(Adapter):
             order = order_of(graph)
             graph = rewritten(graph, {id(order): Jumper(order, [(e.sample, e.samples) for e in journal.jumps])})
         names = {entry.blend for entry in journal.weights} | {r.blend for r in journal.rosters}
-        paths = {name: path_to_blend(graph, name) for name in names}
+        paths = {name: path_to_blend(graph, name) for name in names - _gone(graph, journal)}
         for name, _ in sorted(paths.items(), key=lambda item: len(item[1])):  # outer blends first
             graph = self._changed(graph, name)
-        there = spaces_by_name(graph)  # what was dropped and is gone has no tokens to place
+        # what was dropped and is gone has no tokens to place
+        there = {known for name, space in sources_of(graph) for known in (name, space.origin.name)}
         for source in dict.fromkeys(entry.source for entry in journal.grown if entry.source in there):
             graph = self._grown(graph, source)
         for entry in journal.excluded:
@@ -110,7 +120,10 @@ def with_rosters(graph: IndexedDataPipe, journal: Journal, identity: bool = Fals
     identity: every dropped source is, so that the graph says the same with and without their files.
     Raises JournalError where a source is drawn and not there, or there and not in the journal.
     """
-    for roster in journal.rosters:
+    there = [roster for roster in journal.rosters if roster.blend not in _gone(graph, journal)]
+    for roster in sorted(there, key=lambda roster: len(path_to_blend(graph, roster.blend))):  # outer blends first
+        if roster.blend in _gone(graph, journal):  # with a dropped source of the outer one
+            continue
         blend = path_to_blend(graph, roster.blend)[-1][0]
         assert isinstance(blend, Blender)
         present = dict(zip(blend.sources, blend.children, strict=True))
@@ -133,6 +146,14 @@ def with_rosters(graph: IndexedDataPipe, journal: Journal, identity: bool = Fals
         weights, caps = [row.weight for row in roster.rows], [row.cap or None for row in roster.rows]
         graph = rewritten(graph, {id(blend): blend.with_sources(children, weights, caps, bool(roster.exact))})
     return graph
+
+
+def _gone(graph: IndexedDataPipe, journal: Journal) -> "set[str]":
+    """Blends of the journal that are not in the graph; some may be, where sources were dropped."""
+    if not any(row.dropped for roster in journal.rosters for row in roster.rows):
+        return set()
+    named = {roster.blend for roster in journal.rosters} | {entry.blend for entry in journal.weights}
+    return named - {name for name, _ in blends_in(graph) if name is not None}
 
 
 def _below_the_trunk(path: Path) -> Path:

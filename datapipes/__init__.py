@@ -12,8 +12,8 @@ The files of this package in the order in which a token passes them:
     exclude.py rows kept, labels masked           recipes/   load_recipe, write_recipe, read_tokens
 
 and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, journal.py (what
-changed during the run), ledger.py (contents, when), certificate.py (8 bytes a step), filemap.py, atomic.py,
-fingerprint.py, tree.py, errors.py.
+changed during the run), ledger.py (contents, when), certificate.py (8 bytes a step), overlaps.py, scores.py,
+filemap.py, atomic.py, fingerprint.py, tree.py, errors.py.
 
     >>> import tempfile, numpy as np
     >>> path = tempfile.mkdtemp() + "/prose.npy"
@@ -35,11 +35,12 @@ from .certificate import Certificate, batch_certificate, certify
 from .collate import CausalLMCollator
 from .combine import Concater, Mapper, Zipper
 from .core import MAX_NUMBER, IndexedDataPipe
-from .documents import DocumentSelector, Overlap, overlap
+from .documents import DocumentSelector
 from .exclude import Excluder
 from .formats.ids import DocumentIds
 from .formats.own import TokenFileWriter, verify_token_file
 from .ledger import ContentsRecord, RowDocument, WhenRecord
+from .overlaps import Overlap, overlap
 from .permute import Permuter
 from .read import TokenReader
 from .recipes import load_nanotron, load_recipe, read_tokens, write_recipe

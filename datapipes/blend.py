@@ -97,12 +97,7 @@ class Blender(IndexedDataPipe):
                 raise ConfigurationError(
                     f"two sources are named {source!r}; give one another name: TokenReader(..., name=...)"
                 )
-        for source, readers in _readers_by_name(self).items():
-            if len(readers) > 1:
-                raise ConfigurationError(
-                    f"two sources are named {source!r}, in different blends below this one; give one another name: "
-                    "TokenReader(..., name=...)"
-                )
+        self.check_names()
         if on_exhausted not in ON_EXHAUSTED:
             raise ConfigurationError(f"on_exhausted is {on_exhausted!r}; one of {', '.join(ON_EXHAUSTED)} would do")
         self.on_exhausted = on_exhausted
@@ -129,6 +124,15 @@ class Blender(IndexedDataPipe):
             if child.finite and len(child) == 0:
                 raise ConfigurationError(f"source {name!r} has no samples")
         self.__dict__.pop("phases", None)
+
+    def check_names(self) -> None:
+        """Raises ConfigurationError where two sources below have one name."""
+        for source, readers in _readers_by_name(self).items():
+            if len(readers) > 1:
+                raise ConfigurationError(
+                    f"two sources are named {source!r}, in different blends below this one; give one another name: "
+                    "TokenReader(..., name=...)"
+                )
 
     def _repeated(self, lengths: "list[int]", repeats: "Mapping[str, float] | None") -> "list[int]":
         if repeats is None:

@@ -5,19 +5,16 @@
     space  │ 0 … tokens of 0 and 1 │ … of 3 │               pieces end to end, so every input *and* every label
                                                             is a token of a chosen document
 
-The rules are evaluated once, when the graph is built, a million documents at a time: O(documents) time, and memory of
-two int64 a piece (never more than documents). Measured on one core of an AMD EPYC, with document ends in the page
-cache: 10^6 documents take TIME6 and MEM6, 10^7 take TIME7 and MEM7 (a share of one half, the worst case).
+The rules are evaluated once, when the graph is built, some documents at a time: O(documents) time, and two int64 a
+piece of memory (four more where rows are gathered). Measured on one core of an AMD EPYC, with the files in the page
+cache, for a share of one half, of which a quarter of the documents begin a piece: 10^6 documents 0.1 s and 40 MB, 10^7
+documents 0.5 s by number, 0.3 s by score and 170 MB; by id 11 s (a hash of each id).
 """
 
 import hashlib
 import itertools
-import math
-import os
-import re
 from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,16 +22,16 @@ import numpy as np
 from ._torch import functional_datapipe
 from .core import IndexedDataPipe, Int64s, Unpickled, as_count, as_numbers
 from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError, TokenFileError
-from .fingerprint import file_digest
-from .formats import TokenLayout
+from .formats import DocumentIds, TokenLayout
+from .formats.ids import open_document_ids
 from .permute import derive_key, mix64
 from .read import Pieces, TokenReader, TokenSpace, as_name
+from .scores import check_score, is_number, read_scores, score_path, within
 
-__all__ = ["DocumentSelector", "Overlap", "overlap", "split_by_score"]
+__all__ = ["DocumentSelector", "split_by_score"]
 
-CHUNK = 1 << 20  # documents looked at in one go
+CHUNK = 1 << 17  # documents looked at in one go
 BY = ("number", "id")
-_SCORE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -96,11 +93,11 @@ class DocumentSelector(TokenSpace):
         if by not in BY or (by != "number" and share is None):
             raise ConfigurationError(f"by is {by!r}; with share= one of {', '.join(BY)} would do")
         self.by = by
-        self.share = None if share is None else _as_share(share)
+        self.share_range = None if share is None else _as_share(share)
         self.seed = None if share is None else as_count("seed", seed, 0)
         self.score, self.at_least, self.below = score, at_least, below
         if score is not None:
-            _check_score(score, at_least, below)
+            check_score(score, at_least, below)
         self.documents = None if documents is None else np.unique(as_numbers(documents))
         self._found, self._gather = Unpickled(), Unpickled()
         self._digest = ""
@@ -131,7 +128,7 @@ class DocumentSelector(TokenSpace):
     @property
     def settings(self) -> dict[str, Any]:
         given = {
-            "share": None if self.share is None else list(self.share),
+            "share": None if self.share_range is None else list(self.share_range),
             "seed": self.seed,
             "by": self.by if self.by != "number" else None,
             "score": self.score,
@@ -201,13 +198,9 @@ class DocumentSelector(TokenSpace):
                 )
             sidecars = [rule._sidecar(file) for rule in rules]
             for at, ends in _document_ends(file):
-                documents = np.arange(number + at, number + at + ends.size - 1, dtype=np.int64)
-                lengths, part = np.diff(ends), slice(at, at + ends.size - 1)
-                masks = [
-                    rule._mask(file, documents, lengths, None if beside is None else beside[part])
-                    for rule, beside in zip(rules, sidecars, strict=True)
-                ]
-                lower = np.logical_and.reduce(masks[1:]) if len(masks) > 1 else np.ones(documents.size, np.bool_)
+                asked = _Asked(file, at, number + np.arange(at, at + ends.size - 1), np.diff(ends))
+                masks = [rule._mask(asked, beside) for rule, beside in zip(rules, sidecars, strict=True)]
+                lower = np.logical_and.reduce(masks[1:]) if len(masks) > 1 else np.ones(ends.size - 1, np.bool_)
                 mask = masks[0] & lower
                 chosen, below = chosen + int(mask.sum()), below + int(lower.sum())
                 edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
@@ -231,32 +224,62 @@ class DocumentSelector(TokenSpace):
                         f"source {reader.name!r} has documents 0 … {stop - 1}; {wrong} is not one of them"
                     )
 
-    def _sidecar(self, file: TokenLayout) -> Any:
-        """What lies beside the file that the rule asks: an array by document, or None."""
-        if self.score is None or self.score == "length":
-            return None
-        return _scores(file, self.score)
+    def _sidecar(self, file: TokenLayout) -> "DocumentIds | np.ndarray | None":
+        """What beside the file the rule asks: ids, scores, or nothing."""
+        if self.share_range is not None and self.by == "id":
+            if (ids := open_document_ids(file)) is None:
+                raise ConfigurationError(
+                    f"{file.path}: no ids beside it, so by='id' cannot tell its documents; `tokenpipe tokenize --ids` "
+                    "writes them, by='number' needs none"
+                )
+            return ids
+        return read_scores(file, self.score) if self.score not in (None, "length") else None
 
-    def _mask(self, file: TokenLayout, documents: Int64s, lengths: Int64s, beside: Any) -> np.ndarray:
-        """bool (n,): which of these documents the rule chooses. `beside`: their part of the sidecar."""
+    def _mask(self, asked: "_Asked", beside: "DocumentIds | np.ndarray | None") -> np.ndarray:
+        """bool (n,): which of these documents the rule chooses. `beside`: the file's sidecar."""
+        stop = asked.at + asked.numbers.size
         if self.documents is not None:
-            at = np.minimum(np.searchsorted(self.documents, documents), self.documents.size - 1)
-            return self.documents[at] == documents if self.documents.size else np.zeros(documents.size, np.bool_)
+            return np.isin(asked.numbers, self.documents, assume_unique=True)
         if self.score is not None:
-            values = lengths if beside is None else np.asarray(beside)
+            values = np.asarray(beside[asked.at : stop]) if isinstance(beside, np.ndarray) else asked.lengths
             if values.dtype.kind == "f" and (bad := np.flatnonzero(np.isnan(values))).size:
                 raise TokenFileError(
-                    f"{_score_path(file, self.score)}: the score of document {documents[bad[0]]} is nan, which "
+                    f"{score_path(asked.file, self.score)}: the score of document {asked.at + bad[0]} is nan, which "
                     "no bound places"
                 )
-            return _within(values, self.at_least, self.below)
-        assert self.share is not None  # one of the three rules is given
-        key = np.uint64(derive_key(self.seed or 0, "select documents by number", self.origin.name))
-        with np.errstate(over="ignore"):
-            hashes = mix64(mix64(documents.astype(np.uint64) * _ODD + key) ^ key)
-        low, high = (int(Fraction(bound) * 2**64) for bound in self.share)
+            return within(values, self.at_least, self.below)
+        assert self.share_range is not None  # one of the three rules is given
+        if isinstance(beside, DocumentIds):
+            hashes = _hashes_of_ids(*beside.span(asked.at, stop), self.seed or 0)
+        else:
+            hashes = _hashes_of_numbers(asked.numbers, self.seed or 0, self.origin.name)
+        low, high = (int(Fraction(bound) * 2**64) for bound in self.share_range)
         mask = np.ones(hashes.size, np.bool_) if low == 0 else hashes >= np.uint64(low)
         return mask if high == 2**64 else mask & (hashes < np.uint64(high))
+
+
+class _Asked(NamedTuple):
+    """Some documents of one file, from its `at`-th on: (n,) their numbers in the source, (n,) tokens of each."""
+
+    file: TokenLayout
+    at: int
+    numbers: Int64s
+    lengths: Int64s
+
+
+def _hashes_of_numbers(numbers: Int64s, seed: int, source: str) -> np.ndarray:
+    """uint64 (n,)."""
+    key = np.uint64(derive_key(seed, "select documents by number", source))
+    with np.errstate(over="ignore"):
+        return mix64(mix64(numbers.astype(np.uint64) * _ODD + key) ^ key)
+
+
+def _hashes_of_ids(text: bytes, ends: Int64s, seed: int) -> np.ndarray:
+    """uint64 (n,): BLAKE2b of each id's UTF-8 bytes, keyed by the seed and by nothing else."""
+    key = derive_key(seed, "select documents by id").to_bytes(8, "little")
+    pairs = itertools.pairwise(ends.tolist())
+    found = b"".join([hashlib.blake2b(text[a:b], digest_size=8, key=key).digest() for a, b in pairs])
+    return np.frombuffer(found, np.dtype("<u8")).astype(np.uint64)
 
 
 def _as_share(share: Any) -> tuple[float, float]:
@@ -267,27 +290,12 @@ def _as_share(share: Any) -> tuple[float, float]:
         if isinstance(share, Sequence)
         else ()
     )
-    if len(pair) != 2 or not all(_is_number(bound) for bound in pair) or not 0 <= pair[0] < pair[1] <= 1:
+    if len(pair) != 2 or not all(is_number(bound) for bound in pair) or not 0 <= pair[0] < pair[1] <= 1:
         raise ConfigurationError(f"share is {share!r}; (lo, hi) with 0 <= lo < hi <= 1 would do, as (0, 0.01)")
     return float(pair[0]), float(pair[1])
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_score(score: Any, at_least: Any, below: Any) -> None:
-    if not isinstance(score, str) or not _SCORE.fullmatch(score):
-        raise ConfigurationError(f"a score's name has up to 64 letters, digits, '_' and '-', got {score!r}")
-    bounds = [bound for bound in (at_least, below) if bound is not None]
-    if not bounds or not all(_is_number(bound) for bound in bounds) or (len(bounds) == 2 and not at_least < below):
-        raise ConfigurationError(
-            f"score {score!r} takes at_least= or below= or both, finite and in this order; got at_least={at_least!r}, "
-            f"below={below!r}"
-        )
-
-
-# Document ends and scores -----------------------------------------------------------------------------------
+# Documents and pieces -----------------------------------------------------------------------------------
 
 
 def _document_ends(file: TokenLayout) -> Any:
@@ -301,44 +309,6 @@ def _document_ends(file: TokenLayout) -> Any:
         yield at, ends
     if last != file.tokens:
         raise TokenFileError(f"{file.path}: its document ends stop at token {last} of {file.tokens}")
-
-
-def _score_path(file: TokenLayout, score: str) -> Path:
-    return Path(f"{file.local}.{score}.npy")
-
-
-def _scores(file: TokenLayout, score: str) -> np.ndarray:
-    """(documents,) numbers, mapped. Raises TokenFileError."""
-    path = _score_path(file, score)
-    try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except OSError as error:
-        raise TokenFileError(error.errno, f"cannot read the scores: {error.strerror or error}", str(path)) from error
-    except Exception as error:  # a hostile header makes NumPy's parser raise almost anything
-        raise TokenFileError(f"{path}: no .npy file of scores: {error}") from error
-    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iuf" or found.shape != (file.documents,):
-        raise TokenFileError(
-            f"{path}: holds {getattr(found, 'dtype', type(found).__name__)} {getattr(found, 'shape', '')}; one number "
-            f"for each of the {file.documents} documents of {file.path} would do"
-        )
-    return found
-
-
-def _within(values: np.ndarray, at_least: "float | None", below: "float | None") -> np.ndarray:
-    """bool (n,): at_least <= value < below, as real numbers: nothing is rounded on the way."""
-    mask = np.ones(values.size, np.bool_)
-    if values.dtype.kind == "f":
-        if values.dtype.itemsize < 8:
-            values = values.astype(np.float64)
-        if at_least is not None:
-            mask &= values >= float(at_least)
-        return mask if below is None else mask & (values < float(below))
-    limits = np.iinfo(values.dtype)
-    if at_least is not None and (low := math.ceil(at_least)) > limits.min:
-        mask &= values >= values.dtype.type(low) if low <= limits.max else False
-    if below is not None and (high := math.ceil(below)) <= limits.max:
-        mask &= values < values.dtype.type(high) if high > limits.min else False
-    return mask
 
 
 def _merged(starts: Int64s, stops: Int64s, borders: Int64s) -> Pieces:
@@ -366,7 +336,7 @@ def split_by_score(
     space: TokenSpace, by: str, bins: "Sequence[float]", names: "Sequence[str] | None" = None
 ) -> "dict[str, DocumentSelector]":
     """What `TokenSpace.partition` says."""
-    if not isinstance(bins, Sequence) or not bins or not all(_is_number(bound) for bound in bins):
+    if not isinstance(bins, Sequence) or not bins or not all(is_number(bound) for bound in bins):
         raise ConfigurationError(f"bins are finite, increasing bounds, at least one; got {bins!r}")
     if list(bins) != sorted(set(bins)):
         raise ConfigurationError(f"bins must increase, got {list(bins)}")
@@ -384,87 +354,3 @@ def split_by_score(
         name: DocumentSelector(space, score=by, at_least=low, below=high, name=as_name(name))
         for name, (low, high) in zip(names, pairs, strict=True)
     }
-
-
-# Overlap ----------------------------------------------------------------------------------------------------
-
-
-class Overlap(NamedTuple):
-    """Two sources that share tokens: how many, and the first of them (path as given for `source`, place in it)."""
-
-    source: str
-    other: str
-    tokens: int
-    file: str
-    file_token: int
-
-
-def overlap(graph: IndexedDataPipe, other: IndexedDataPipe) -> list[Overlap]:
-    """What the token spaces of two graphs have in common; empty: no token of one is ever read by the other.
-
-    A record for each pair of sources (of `graph`, of `other`) that share tokens. Files are the same if they are one
-    file on disk, or have the same contents by fingerprint (64 blocks of each that may be are read), wherever they lie.
-    Texts that stand in two different files are not seen: choose documents by="id" for that.
-    """
-    digests: dict[str, bytes] = {}
-    found = []
-    for a in _spaces(graph):
-        for b in _spaces(other):
-            tokens, place = 0, None
-            alike: dict[tuple[int, str], list[int]] = {}
-            for g, file in enumerate(b.files):
-                alike.setdefault((file.tokens, file.dtype.name), []).append(g)
-            for f, file in enumerate(a.files):
-                for g in alike.get((file.tokens, file.dtype.name), []):
-                    if _same_file(file, b.files[g], digests):
-                        shared, first = _shared(_in_file(a, f), _in_file(b, g))
-                        tokens += shared
-                        place = place or (shared and (file.path, first)) or None
-            if place:
-                found.append(Overlap(a.name, b.name, tokens, *place))
-    return found
-
-
-def _spaces(graph: IndexedDataPipe) -> list[TokenSpace]:
-    """The topmost token spaces of a graph, each once."""
-    if isinstance(graph, TokenSpace):
-        return [graph]
-    found = [space for child in graph.children for space in _spaces(child)]
-    return list({id(space): space for space in found}.values())
-
-
-def _same_file(a: TokenLayout, b: TokenLayout, digests: "dict[str, bytes]") -> bool:
-    paths = [os.path.realpath(file.local) for file in (a, b)]
-    if paths[0] == paths[1]:
-        return True
-    for path, file in zip(paths, (a, b), strict=True):
-        if path not in digests:
-            digests[path] = file_digest(file)
-    return digests[paths[0]] == digests[paths[1]]
-
-
-def _in_file(space: TokenSpace, file: int) -> tuple[Int64s, Int64s]:
-    """(begins, stops) of the space's pieces in one file, as places in it."""
-    first, source = space.pieces
-    low, high = np.searchsorted(source, space.first_tokens[file : file + 2])
-    starts = source[low:high] - space.first_tokens[file]
-    return starts, starts + np.diff(first[low : high + 1])
-
-
-def _shared(a: tuple[Int64s, Int64s], b: tuple[Int64s, Int64s]) -> tuple[int, int]:
-    """(tokens in pieces of both, the first of them)."""
-    starts, stops = b
-    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
-
-    def covered(places: Int64s) -> Int64s:
-        """How many tokens of b lie before each place."""
-        piece = np.searchsorted(starts, places, side="right")
-        beyond = np.maximum(stops[np.maximum(piece - 1, 0)] - places, 0) if starts.size else 0
-        return before[piece] - np.where(piece > 0, beyond, 0)
-
-    shared = covered(a[1]) - covered(a[0])
-    if not shared.any():
-        return 0, 0
-    begin = a[0][np.flatnonzero(shared)[0]]
-    piece = int(np.searchsorted(stops, begin, side="right"))  # the first of b that goes on beyond it
-    return int(shared.sum()), int(max(begin, starts[piece]))

@@ -9,7 +9,7 @@ from ._torch import functional_datapipe
 from .core import IndexedDataPipe, Int64s, as_count, sample_node
 from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError
 from .gather import plan_of
-from .ledger import row_spans, spaces_by_name
+from .ledger import row_spans, sources_of
 
 __all__ = ["Excluder", "checked_ranges"]
 
@@ -22,7 +22,8 @@ class Excluder(IndexedDataPipe):
     its sequence_length tokens and the label after them. Stands before `shard_ranks`.
 
     Args:
-        ranges: {source: [(first, stop), …]} in tokens of the source, stop exclusive.
+        ranges: {source: [(first, stop), …]} in tokens of the whole source, stop exclusive; a source's name stands for
+            all sub-sources of chosen documents too.
         from_sample: rows before this sample number of the run stay as they are.
 
     Raises ConfigurationError for a source that is not there, OutOfRangeError for tokens it does not have.
@@ -62,9 +63,9 @@ class Excluder(IndexedDataPipe):
             order = sample_node(self)
             leaves, numbers = plan_of(order).resolve(samples[late] - order.first_sample)
             for index, leaf in enumerate(plan_of(order).leaves):
-                if pairs := self.ranges.get(leaf.name):
-                    at = np.flatnonzero(leaves == index)
-                    out[late[at]] |= _overlaps(row_spans(leaf, numbers[at]), at.size, pairs)
+                at = np.flatnonzero(leaves == index)
+                for name in {name for names in _names_of(leaf) for name in names} & self.ranges.keys():
+                    out[late[at]] |= _overlaps(row_spans(leaf, numbers[at]), at.size, self.ranges[name])
         return out
 
 
@@ -79,13 +80,20 @@ def _overlaps(spans: "tuple[Int64s, Int64s, Int64s]", rows: int, pairs: "Sequenc
     return np.bincount(row[hit], minlength=rows).astype(np.bool_)
 
 
+def _names_of(leaf: IndexedDataPipe) -> "list[tuple[str, str]]":
+    return [(name, space.origin.name) for name, space in sources_of(leaf)]
+
+
 def checked_ranges(
     graph: IndexedDataPipe, ranges: Mapping[str, Sequence[tuple[int, int]]]
 ) -> "dict[str, tuple[tuple[int, int], ...]]":
     """{source: ranges sorted and merged}, each of which the source has. Raises as Excluder says."""
     if not isinstance(ranges, Mapping) or not ranges:
         raise ArgumentTypeError(f"ranges must be {{source: [(first, stop), …]}}, got {ranges!r:.80}")
-    tokens = {name: sum(space.samples_per_pass for space in spaces) for name, spaces in spaces_by_name(graph).items()}
+    tokens: dict[str, int] = {}
+    for name, space in sources_of(graph):
+        for known in (name, space.origin.name):
+            tokens[known] = max(tokens.get(known, 0), int(space.first_tokens[-1]))
     found: dict[str, tuple[tuple[int, int], ...]] = {}
     for source, pairs in ranges.items():
         if source not in tokens:

@@ -32,6 +32,7 @@ __all__ = [
     "RosterRow",
     "WeightsEntry",
     "blend_to_change",
+    "blends_in",
     "name_of_blend",
     "number_at",
     "path_to_blend",
@@ -139,7 +140,7 @@ class Journal:
 
     def check_from(self, step: int, sample: int) -> None:
         """Raises JournalError where something is recorded after this sample: a change here would rewrite it."""
-        later = [entry for entry in (*self.entries, *(self.breakpoints or ())) if entry.sample > sample]
+        later = [entry for entry in self.entries if entry.sample > sample]
         if later:
             last = max(later, key=lambda entry: entry.sample)
             raise JournalError(

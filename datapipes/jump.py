@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .core import MAX_NUMBER, IndexedDataPipe, Int64s
+from .core import IndexedDataPipe, Int64s
 
 __all__ = ["Jumper"]
 
@@ -40,7 +40,7 @@ class Jumper(IndexedDataPipe):
             if at + passed >= end:
                 break
             passed = ahead
-        return MAX_NUMBER if end >= MAX_NUMBER and not self.finite else max(end - passed, 0)
+        return max(end - passed, 0)
 
     def _ahead_of(self, numbers: Int64s) -> Int64s:
         return self._ahead[np.searchsorted(self._at, numbers, side="right")]
@@ -55,4 +55,4 @@ class Jumper(IndexedDataPipe):
         return np.where(inside & (ours >= 0), ours, -1)
 
     def source_bound(self, source: int, hi: int) -> int:
-        return 0 if hi <= 0 else min(hi + int(self._ahead_of(np.array([hi - 1], np.int64))[0]), MAX_NUMBER)
+        return 0 if hi <= 0 else min(hi + int(self._ahead_of(np.array([hi - 1], np.int64))[0]), self.datapipe.end)

@@ -293,6 +293,7 @@ def when(graph: IndexedDataPipe, source: str, token: "int | range", steps: range
     low, high = view.steps.start(steps.start), min(view.steps.start(max(steps.stop, steps.start)), view.bound)
     spaces = [space for name, space in sources_of(view.order) if source in (name, space.origin.name)]
     if not spaces:
+        _check_gone(view.order, source)
         names = dict.fromkeys(name for name, _ in sources_of(view.order))
         raise ConfigurationError(f"no source is named {source!r}; the sources are {', '.join(map(repr, names))}")
     if tokens[-1] >= (size := max(int(space.first_tokens[-1]) for space in spaces)):
@@ -341,15 +342,9 @@ def sources_of(node: IndexedDataPipe) -> "list[tuple[str, TokenSpace]]":
     return [found for child in node.children for found in sources_of(child)]
 
 
-def spaces_by_name(graph: IndexedDataPipe) -> "dict[str, list[TokenReader]]":
-    """The readers of a graph by the names of their sources; a source that grew has several."""
-    found: dict[str, list[TokenReader]] = {}
-
-    def walk(node: IndexedDataPipe) -> None:
-        if isinstance(node, TokenReader) and node not in found.setdefault(node.name, []):
-            found[node.name].append(node)
-        for child in node.children:
-            walk(child)
-
-    walk(graph)
-    return found
+def _check_gone(node: IndexedDataPipe, source: str) -> None:
+    """Raises SourceGoneError where the source was dropped and is gone."""
+    if isinstance(node, GoneSource) and node.name == source:
+        node.starts(np.empty(0, np.int64))
+    for child in node.children:
+        _check_gone(child, source)

@@ -215,7 +215,9 @@ def _bands(plan: "Plan") -> "list[tuple[str, float, Sequence[int]]]":
     if len(sources) > MOST_BANDS:
         few = sorted(sources, key=lambda source: -source.samples)[: MOST_BANDS - 1]
     kept = {source.name for source in few}
-    bands = [(shortened(s.name, 28), s.share, plan.timeline.samples[s.name]) for s in sources if s.name in kept]
+    bands: list[tuple[str, float, Sequence[int]]] = [
+        (shortened(s.name, 28), s.share, plan.timeline.samples[s.name]) for s in sources if s.name in kept
+    ]
     if rest := [source for source in sources if source.name not in kept]:
         summed = np.sum([plan.timeline.samples[source.name] for source in rest], axis=0).tolist()
         bands.append((f"{len(rest)} others", sum(source.share for source in rest), summed))
@@ -234,7 +236,8 @@ def _step_axis(plan: "Plan", axes: Any, unit: int) -> None:
 
     last = plan.first_step + plan.steps
     ticks: Iterable[float] = MaxNLocator(nbins=8, integer=True).tick_values(plan.first_step, last)
-    places, labels = [], []
+    places: list[float] = []
+    labels: list[str] = []
     for tick in ticks:
         place = _tokens_at(plan, tick) / unit
         if plan.first_step <= tick <= last and (not places or place - places[-1] > 0.09 * axes.get_xlim()[1]):

@@ -209,7 +209,13 @@ class TokenReader(TokenSpace):
             _content=None,
             _first=Unpickled(),
             _gather=Unpickled(),
+            _ids=Unpickled(),
         )
+
+    def with_more(self, more: "TokenReader") -> "TokenReader":
+        """This reader, and the files of another one behind its own."""
+        fresh = {name: Unpickled() for name in ("_first", "_gather", "_ids")}
+        return self.changed(files=(*self.files, *more.files), _content=None, **fresh)
 
     @property
     def origin(self) -> "TokenReader":
@@ -269,16 +275,17 @@ class TokenReader(TokenSpace):
         return self._ids.value
 
     def document_id(self, document: int) -> "str | None":
-        """The id of a document, as numbered in `document_ends()` over all files; None where none is kept.
+        """The id of a document by its number in the source; None where none is kept.
 
         Raises OutOfRangeError, TokenFileError.
         """
-        left = document
+        left = document - self.first_document
         for file, ids in zip(self.files, self.document_ids(), strict=True):
             if 0 <= left < file.documents:
                 return None if ids is None else ids[left]
             left -= file.documents
-        raise OutOfRangeError(f"{self.name}: no document {document}; it has {sum(f.documents for f in self.files)}")
+        first, stop = self.first_document, self.first_document + sum(file.documents for file in self.files)
+        raise OutOfRangeError(f"source {self.name!r} has documents {first} … {stop - 1}; {document} is not one of them")
 
     def document_range(self, document: "int | str") -> tuple[int, int]:
         """Which of the source's tokens make up a document: (first, stop).
@@ -310,8 +317,8 @@ class TokenReader(TokenSpace):
         )
 
     def find_documents(self, document_id: str) -> list[int]:
-        """The documents with this id, as numbered in `document_ends()` over all files; scans the sidecars."""
-        found, first = [], 0
+        """The numbers in the source of the documents with this id; scans the sidecars."""
+        found, first = [], self.first_document
         for file, ids in zip(self.files, self.document_ids(), strict=True):
             found += [first + document for document in ids.find(document_id)] if ids is not None else []
             first += file.documents

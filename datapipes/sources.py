@@ -270,7 +270,7 @@ def _pieces(node: IndexedDataPipe, lo: int, hi: int) -> "list[Stretch]":
     def ahead(number: int) -> int:
         return node.source_bound(0, number + 1) - number - 1
 
-    pieces = []
+    pieces: list[Stretch] = []
     while hi > lo and len(pieces) < MOST_PIECES:
         here = ahead(lo)
         stop = hi if ahead(hi - 1) == here else bisect_left(range(lo, hi), here + 1, key=ahead) + lo

@@ -29,6 +29,7 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
     step = state.steps.next_step(state.consumed_samples)
     sample = state.steps.start(step)
     journal = state.journal
+    journal.check_from(step, sample)
     try:
         blend = path_to_blend(graph)[-1][0]
     except JournalError:
@@ -151,6 +152,8 @@ def _replaced(
 ) -> tuple[Roster, Journal]:
     """The old source under another name, dropped, and the new one under the old name."""
     past = f"{source} (until step {step})"
+    while past in roster.sources:
+        past += "'"
     rows = [row._replace(source=past, dropped=saved) if row.source == source else row for row in roster.rows]
     roster = roster._replace(rows=(*rows, RosterRow(source, 0, 0, len(child), "")))
 

@@ -9,10 +9,11 @@ from typing import Any
 from ..adapters.journal import with_rosters
 from ..adapters.surgery import rewritten
 from ..datapipes.blend import Blender
+from ..datapipes.bound import Once
 from ..datapipes.core import IndexedDataPipe, as_count
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError, JournalError, OutOfRangeError, WeightsError
 from ..datapipes.exclude import checked_ranges
-from ..datapipes.fingerprint import source_identity
+from ..datapipes.fingerprint import order_of, source_identity
 from ..datapipes.grow import part_of_source, reader_of, with_reader
 from ..datapipes.journal import (
     ExcludedEntry,
@@ -23,12 +24,13 @@ from ..datapipes.journal import (
     RosterRow,
     WeightsEntry,
     blend_to_change,
+    blends_in,
     name_of_blend,
     number_at,
     path_to_blend,
     path_to_source,
 )
-from ..datapipes.ledger import spaces_by_name
+from ..datapipes.ledger import sources_of
 from ..datapipes.read import TokenReader
 from ..datapipes.steps import StepTable, as_schedule
 from ..datapipes.weights import as_shares, quantise, tempered
@@ -95,6 +97,8 @@ class Moment:
             children = (*blender.children, source)
             grown = blender.with_sources(children, (*blender.weights, 0), (*blender.given_caps, None), blender.exact)
             built = rewritten(built, {id(blender): grown})
+            for _, path in blends_in(built):
+                path[-1][0].check_names()
         journal = self.journal.with_roster(roster)
         now = path_to_blend(with_rosters(built, journal), name)[-1][0]
         assert isinstance(now, Blender)
@@ -121,6 +125,7 @@ class Moment:
 
     def grow(self, source: str, paths: Any, dtype: object) -> Changed:
         """More files at the end of a source's."""
+        self._check_no_pass("grow_source")
         path = path_to_source(self.built, source)
         old = reader_of(path[-1][0])
         more = TokenReader(paths, dtype, name=source, vocab_size=old.vocab_size)
@@ -171,22 +176,32 @@ class Moment:
     def jump(self, steps: int) -> Changed:
         """The data of the next `steps` steps is left out."""
         samples = self.steps.start(self.step + as_count("steps", steps)) - self.sample
-        last = self.running.last_sample
-        if self.sample + samples >= last:
+        self._check_no_pass("jump")
+        left = order_of(self.running).end - self.sample
+        if samples >= left:
             raise OutOfRangeError(
-                f"a jump over {steps} steps from step {self.step} would leave nothing: the run ends at sample {last}"
+                f"a jump over {steps} steps ({samples} samples) from step {self.step} would leave nothing: {left} "
+                "samples are left"
             )
         return self.built, self.journal.with_jump(JumpEntry(self.step, self.sample, samples))
+
+    def _check_no_pass(self, what: str) -> None:
+        node = self.running
+        while node.trunk:
+            if isinstance(node, Once):
+                raise JournalError(
+                    f"once() is a pass in which each sample comes exactly once; {what} would change that"
+                )
+            node = node.datapipe
 
     def exclude(self, source: str, tokens: Any, documents: Any) -> Changed:
         """Rows that hold these tokens, or tokens of these documents, are masked."""
         ranges = [] if tokens is None else list(tokens)
         if documents is not None:
-            spaces = spaces_by_name(self.built).get(source, [])
-            if not spaces:
-                checked_ranges(self.built, {source: [(0, 1)]})  # says what there is
+            checked_ranges(self.built, {source: [(0, 1)]})  # says what there is, where it is not there
+            origin = next(space.origin for name, space in sources_of(self.built) if source in (name, space.origin.name))
             several = [documents] if isinstance(documents, (int, str)) else documents
-            ranges += [spaces[0].document_range(document) for document in several]
+            ranges += [origin.document_range(document) for document in several]
         if not ranges:
             raise ConfigurationError("exclude takes tokens=[(first, stop), …] or documents=[…] of a source")
         found = checked_ranges(self.built, {source: ranges})

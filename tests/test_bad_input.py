@@ -18,6 +18,7 @@ from tokenpipe.datapipes import (
     Blender,
     CausalLMCollator,
     Concater,
+    DocumentSelector,
     Excluder,
     Limiter,
     Mapper,
@@ -420,7 +421,41 @@ READ_TOKENS = [
     *integers("num_samples", lambda d, v: read_tokens(d.prose_path, 8, 7, "uint16", None, v), "num_samples", "1", 0),
 ]  # fmt: skip
 
-ALL = [*READERS, *SLICES, *PERMUTES, *BLENDS, *ORDERS, *BOUNDS, *RANKS, *BATCHES, *READ_TOKENS]
+CHOICES = [
+    bad("no rule", lambda d: d.reader().select_documents(), ConfigurationError, "share=", "score=", "documents="),
+    bad("two rules", lambda d: d.reader().select_documents(share=0.5, seed=1, score="s", below=1), ConfigurationError,
+        "share and score"),
+    *integers("select seed", lambda d, v: d.reader().select_documents(share=0.5, seed=v), "seed", "0", 2**63),
+    *(
+        bad(f"share={v!r}", lambda d, v=v: d.reader().select_documents(share=v, seed=1), ConfigurationError, "share",
+            "0 <= lo < hi <= 1")
+        for v in (0, 1.5, NAN, INF, "half", (0.2, 0.1), (0, 0.1, 1), [], True, {})
+    ),
+    *(
+        bad(f"score={v!r}", lambda d, v=v: d.reader().select_documents(score=v, below=1), ConfigurationError, repr(v))
+        for v in ("", "../x", "a/b", "a.b", 3, "x" * 65)
+    ),
+    *(
+        bad(f"below={v!r}", lambda d, v=v: d.reader().select_documents(score="s", below=v), ConfigurationError,
+            repr(v))
+        for v in (NAN, INF, "1", True, None)
+    ),
+    *(
+        bad(f"bins={v!r}", lambda d, v=v: d.reader().partition("length", v), ConfigurationError, "bins")
+        for v in ([], 3, None, [NAN], [2, 1], [1, 1], ["1"], "12")
+    ),
+    bad("documents that are not numbers", lambda d: d.reader().select_documents(documents=["a"]), ArgumentTypeError,
+        "'a'"),
+    bad("documents of a file without ends", lambda d: d.reader().select_documents(documents=[0]), ConfigurationError,
+        "prose.bin", "document ends"),
+    bad("documents of windows", lambda d: d.prose.select_documents(documents=[0]), ArgumentTypeError, "Permuter"),
+    bad("documents of a stream", lambda d: DocumentSelector(d.stream, documents=[0]), ArgumentTypeError,
+        "IterableWrapper"),
+    bad("a part beyond the files", lambda d: d.reader().part(1), ConfigurationError, "1 file", "[1, 1)"),
+    *integers("part", lambda d, v: d.reader().part(v, 1), "start", "0"),
+]  # fmt: skip
+
+ALL = [*READERS, *CHOICES, *SLICES, *PERMUTES, *BLENDS, *ORDERS, *BOUNDS, *RANKS, *BATCHES, *READ_TOKENS]
 
 
 @pytest.mark.parametrize("case", ALL)
@@ -434,8 +469,8 @@ def test_a_bad_argument_is_a_clear_error_and_what_it_was_given_to_works_on(case,
 
 def test_every_node_takes_part_in_the_table(data):
     nodes = {
-        Blender, CausalLMCollator, Concater, Limiter, Mapper, NanosetOrder, Once, Permuter, RankSharder, Reorderer,
-        Excluder, SampleBatcher, SequenceResizer, SequenceSlicer, Skipper, TokenReader, Zipper,
+        Blender, CausalLMCollator, Concater, DocumentSelector, Excluder, Limiter, Mapper, NanosetOrder, Once, Permuter,
+        RankSharder, Reorderer, SampleBatcher, SequenceResizer, SequenceSlicer, Skipper, TokenReader, Zipper,
     }  # fmt: skip
     registered = {f for f in MapDataPipe.functions.values() if getattr(f.args[0], "functional_name", None)}
     ours = {f.args[0] for f in registered if f.args[0].__module__.startswith("tokenpipe.")}

@@ -361,7 +361,6 @@ def test_after_changes_old_steps_show_what_they_held_and_what_is_gone_by_name(ch
 def test_after_changes_when_finds_documents_old_and_new_and_says_which_rows_are_masked(changed, capsys):
     arguments = ["when", str(changed / "run.yaml"), "--state", str(changed / "state.json"), "--jsonl", "--document"]
     loader = DataLoader2.from_state((changed / "state.json").read_text(), grown_graph(changed))
-    files = [changed / f"{n}.tok" for n in ("prose", "more", "late")]
     for number, name in ((4, "prose/4"), (12, "prose/12"), (33, "more/3"), (41, "late/2")):
         assert main([*arguments, f"https://x.org/{name}"]) == 0
         rows = objects(capsys.readouterr().out)

@@ -42,7 +42,11 @@ def nodes(prose: TokenReader, code: TokenReader, folder) -> dict[str, IndexedDat
     unit = prose.slice_sequences(8, unit=32).permute(seed=7)
     return {
         "TokenReader": code,
+        "TokenReader of a part": code.part(1),
+        "DocumentSelector": code.select_documents(documents=[0, 2, 3, 4]),
+        "DocumentSelector over another": code.hold_out(0.3, seed=7)[0].select_documents(documents=[1, 2, 4, 5]),
         "SequenceSlicer": a,
+        "SequenceSlicer of chosen documents": code.select_documents(documents=[0, 2, 3, 5]).slice_sequences(8),
         "SequenceSlicer of units": prose.slice_sequences(8, unit=16),
         "SequenceResizer": unit.resize_sequences(16, after=17),
         "SequenceResizer twice": unit.resize_sequences(16, after=17).resize_sequences(4, after=5),

@@ -121,15 +121,18 @@ def files_of(sizes, dtypes):
     ]
 
 
-def gathered(files, starts, width, missing=()):
-    """What both kernels return and write, of files laid end to end."""
-    first = np.cumsum([0, *(file.size for file in files)], dtype=I64)
-    code = np.array([CODES[file.dtype.str] for file in files], I64)
-    address = np.array([0 if f in missing else file.ctypes.data for f, file in enumerate(files)], np.uint64)
+def gathered(files, starts, width, missing=(), pieces=None):
+    """What both kernels return and write, of pieces [(file, place, tokens), …] (left out: whole files) end to end."""
+    pieces = pieces or [(f, 0, file.size) for f, file in enumerate(files)]
+    first = np.cumsum([0, *(tokens for _, _, tokens in pieces)], dtype=I64)
+    place = np.array([at for _, at, _ in pieces], I64)
+    code = np.array([CODES[files[f].dtype.str] for f, _, _ in pieces], I64)
+    address = np.array([0 if f in missing else files[f][at:].ctypes.data for f, at, _ in pieces], np.uint64)
     arrays = [None if f in missing else file for f, file in enumerate(files)]
+    bounds = np.searchsorted([f for f, _, _ in pieces], np.arange(len(files) + 1)).astype(I64)
     compiled, plain = both("gather")
     found = []
-    for kernel, arguments in ((compiled, (first, address, code)), (plain, (first, arrays))):
+    for kernel, arguments in ((compiled, (first, address, code)), (plain, (first, bounds, place, arrays))):
         out = np.full((starts.size, width + 3), -99, I64)
         found.append((int(kernel(starts, width, out, 2, *arguments)), out))
     return found
@@ -154,6 +157,29 @@ def test_both_gather_alike_across_files_of_all_dtypes(sizes, dtypes, width, plac
     for row, start in zip(out.tolist(), starts, strict=True):
         assert row[2 : 2 + width] == ([0] * width if start < 0 else tokens[start : start + width])
         assert row[:2] + row[2 + width :] == [-99] * 3
+
+
+@given(
+    files=st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), max_size=8)), min_size=1, max_size=5),
+    width=st.integers(1, 30),
+    places=st.lists(st.integers(0, 10**6), max_size=12),
+)
+def test_both_gather_alike_across_pieces_of_files(files, width, places):
+    """Lengths alternate between a piece and the gap behind it; a file may have no piece at all."""
+    contents = files_of([sum(lengths) + 1 for _, lengths in files], [dtype for dtype, _ in files])
+    pieces = [
+        (f, sum(lengths[:i]), lengths[i]) for f, (_, lengths) in enumerate(files) for i in range(0, len(lengths), 2)
+    ]
+    if not pieces:
+        return
+    total = sum(tokens for _, _, tokens in pieces)
+    width = min(width, total)
+    starts = np.array([place % (total - width + 1) for place in places], I64)
+    (compiled, out), (plain, same) = gathered(contents, starts, width, pieces=pieces)
+    assert compiled == plain == -1
+    assert out.tolist() == same.tolist()
+    tokens = [token for f, at, count in pieces for token in contents[f][at : at + count].tolist()]
+    assert [row[2 : 2 + width] for row in out.tolist()] == [tokens[start : start + width] for start in starts.tolist()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

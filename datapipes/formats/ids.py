@@ -109,6 +109,17 @@ class DocumentIds:
         except ValueError as error:
             raise TokenFileError(f"{self.path}: the id of document {document} is damaged: {error}") from error
 
+    def span(self, start: int, stop: int) -> "tuple[bytes, npt.NDArray[np.int64]]":
+        """(the ids of documents [start, stop) end to end, UTF-8; int64 (stop − start + 1,): where each begins in
+        that, and where the last ends). Raises TokenFileError where the file is damaged.
+        """
+        text, stored = self._arrays()
+        begin = int(stored[start - 1]) if start else 0
+        ends = np.concatenate((np.array([begin], np.int64), stored[start:stop].astype(np.int64)))
+        if (np.diff(ends) <= 0).any() or ends[-1] > text.size:
+            raise TokenFileError(f"{self.path}: the ids of documents {start} … {stop - 1} are damaged")
+        return text[begin : ends[-1]].tobytes(), ends - begin
+
     def find(self, document_id: str) -> list[int]:
         """The numbers of all documents with this id, rising; reads every end, and no other id whole."""
         wanted = document_id.encode()
