@@ -76,12 +76,14 @@ def as_steps(text: str) -> range:
 
 
 def seen_steps(loader: DataLoader2) -> range:
-    """The steps of which something was delivered before the loader's place."""
+    """The steps of which something was delivered before the loader's place. Raises ConfigurationError for none."""
     step = loader.step
     try:
         begun = loader.contents(step)[0].sample_number < loader.consumed_samples
     except OutOfRangeError:  # the run is through
         begun = False
+    if not step + begun:
+        raise ConfigurationError("the state is from before the first step: say which --steps A:B to look at")
     return range(step + begun)
 
 

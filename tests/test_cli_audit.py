@@ -155,6 +155,19 @@ def test_the_documents_of_a_row_are_those_that_its_tokens_belong_to(folder):
                 assert part.id == (f"https://x.org/{stem}/{number}" if record.source == "prose" else None)
 
 
+def test_a_document_is_masked_in_whichever_sub_source_it_was_put(folder):
+    reader = TokenReader([folder / "prose.tok", folder / "more.tok"], name="prose")
+    parts = [part.slice_sequences(SEQUENCE).permute(7) for part in reader.partition(by="length", bins=[100]).values()]
+    loader = DataLoader2(parts[0].blend(*parts[1:]).batch_samples(4).collate_causal_lm())
+    loader.exclude("prose", documents=[0, 4, "https://x.org/more/2"])
+    masked = 0
+    for step in range(len(loader.datapipe)):
+        for record, parts in zip(loader.contents(step), loader.documents(step), strict=True):
+            assert record.masked == any(part.document in (0, 4, 32) for part in parts)
+            masked += record.masked
+    assert masked > 8
+
+
 def rows_with(loader: DataLoader2, source: str, tokens: range, steps: range) -> "list[tuple]":
     return [
         tuple(record[:4])
@@ -272,6 +285,13 @@ def test_a_state_of_another_run_is_refused(told, folder, tmp_path):
     assert status == 1 and "seed" in err
 
 
+def test_a_state_of_before_the_first_step_says_that_nothing_was_seen(told, folder, tmp_path):
+    (tmp_path / "new.json").write_text(json.dumps(DataLoader2(graph_in(folder)).state_dict()))
+    for arguments in (["when", "run.yaml", "--token", "code:5"], ["certify", "run.yaml", "--output", "x.cert"]):
+        status, _, err = told(*arguments, "--state", tmp_path / "new.json")
+        assert status == 1 and "before the first step" in err
+
+
 def test_text_without_a_tokenizer_asks_for_one_where_the_files_do_not_say(capsys, tmp_path, folder):
     tokens = np.fromfile(folder / "code.tok", "<u2", 500, offset=256)
     tokens.tofile(tmp_path / "raw.bin")
@@ -364,14 +384,19 @@ def test_after_changes_when_finds_documents_old_and_new_and_says_which_rows_are_
     for number, name in ((4, "prose/4"), (12, "prose/12"), (33, "more/3"), (41, "late/2")):
         assert main([*arguments, f"https://x.org/{name}"]) == 0
         rows = objects(capsys.readouterr().out)
-        tokens = TokenReader([changed / f"{n}.tok" for n in ("prose", "more", "late")], name="prose").document_tokens(
-            number
-        )
+        reader = TokenReader([changed / f"{n}.tok" for n in ("prose", "more", "late")], name="prose")
+        tokens = range(*reader.document_range(number))
         assert [tuple(row[k] for k in ("step", "rank", "micro_batch", "row")) for row in rows] == rows_with(
             loader, "prose", tokens, range(30)
         )
         assert rows and all(row["document"] == number for row in rows)
         assert all(row["masked"] == (row["step"] >= 3) for row in rows if number == 4)
+
+
+def test_when_of_a_source_whose_files_are_gone_says_so(changed, capsys):
+    arguments = [str(changed / "run.yaml"), "--state", str(changed / "state.json")]
+    assert main(["when", *arguments, "--token", "code:5"]) == 1
+    assert "'code' was dropped" in capsys.readouterr().err
 
 
 def test_a_certificate_cannot_be_had_of_steps_whose_files_are_gone(changed, tmp_path, capsys):
