@@ -130,6 +130,11 @@ def with_rosters(graph: IndexedDataPipe, journal: Journal, identity: bool = Fals
         children = []
         for row in roster.rows:
             child = present.pop(row.source, None)
+            if child is None and blend.schedule:
+                raise JournalError(
+                    f"source {row.source!r} is not in this graph, and its blend has a schedule, which then cannot say "
+                    "what came before: leave the source and its files there (weight 0 from here on draws nothing of it)"
+                )
             if row.dropped and (identity or child is None or source_identity(child) != row.dropped):
                 child = GoneSource(row.source, row.length, blend.sequence_length, row.dropped)
             if child is None:

@@ -119,7 +119,9 @@ def samples(reader: "TokenReader", tokenizer: Any, count: int, tokens: int) -> I
             start = int(ends[document - 1]) if document else 0
             stop = int(ends[document])
             name = reader.document_id(document)
-            what = f"document {document:,}{f' ({name})' if name is not None else ''}, {stop - start:,} tokens"
+            what = (
+                f"document {document:,}{f' ({printable(name)})' if name is not None else ''}, {stop - start:,} tokens"
+            )
         else:
             start, stop = document * tokens, file.tokens
             what = f"from token {start:,} on"

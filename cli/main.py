@@ -15,6 +15,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: dict[str, str] = {
     "tokenize": "make a token file from text files and JSON lines",
     "inspect": "show what a token file holds",
+    "plan": "what the next steps will take of each source, and what will go wrong",
     "contents": "what was in a step: each row's rank, source, epoch, document, file and place, and its text",
     "when": "in which steps a document or token was seen, or will be",
     "certify": "8 bytes a step that stand for its rows; and where two runs differ first",

@@ -14,6 +14,9 @@ The files of this package in the order in which a token passes them:
 and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, journal.py (what
 changed during the run), ledger.py (contents, when), certificate.py (8 bytes a step), overlaps.py, scores.py,
 filemap.py, atomic.py, fingerprint.py, tree.py, errors.py.
+changed during the run), ledger.py (contents, when), overlaps.py, sources.py (counts), plan.py (the rehearsal),
+plan_view.py, certificate.py (8 bytes a step), rank_zero.py, scores.py, filemap.py, atomic.py, fingerprint.py,
+tree.py, errors.py.
 
     >>> import tempfile, numpy as np
     >>> path = tempfile.mkdtemp() + "/prose.npy"
@@ -42,6 +45,7 @@ from .formats.own import TokenFileWriter, verify_token_file
 from .ledger import ContentsRecord, RowDocument, WhenRecord
 from .overlaps import Overlap, overlap
 from .permute import Permuter
+from .plan import Plan
 from .read import TokenReader
 from .recipes import load_nanotron, load_recipe, read_tokens, write_recipe
 from .reorder import NanosetOrder, Reorderer
@@ -69,6 +73,7 @@ __all__ = [
     "Once",
     "Overlap",
     "Permuter",
+    "Plan",
     "RankSharder",
     "Reorderer",
     "RowDocument",

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .errors import RecipeError
+
 if TYPE_CHECKING:
     from .core import IndexedDataPipe
 
@@ -35,10 +37,10 @@ def kept_arguments(args: "tuple[Any, ...]", kwargs: "dict[str, Any]") -> Given:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, np.generic):  # np.float64 is a float too
+        return value.item()
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
@@ -70,8 +72,13 @@ def takes_children(kind: "type[IndexedDataPipe]") -> tuple[bool, bool]:
 def arguments_of(node: "IndexedDataPipe") -> dict[str, Any]:
     """{parameter: value} of what a node was given besides its children and its defaults.
 
-    A value that is not plain stands as `Unwritten`.
+    A value that is not plain stands as `Unwritten`. Raises RecipeError for a node that was changed since.
     """
+    if node._given is None:
+        raise RecipeError(
+            f"{node.functional_name} was changed after it was built (by a journal or an adapter): write the recipe "
+            "of the graph as it was built; what the journal changed is in the run's state"
+        )
     args, kwargs = node._given
     signature = constructor_of(type(node))
     given = dict(signature.bind(*args, **kwargs).arguments)

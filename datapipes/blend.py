@@ -232,10 +232,10 @@ class Blender(IndexedDataPipe):
 
     def weights_at(self, number: int) -> tuple[int, ...]:
         """The integer weights that were asked for at one of our numbers, by the last change up to it."""
-        asked = [change.weights for change in self._pending() if change.number <= number and change.weights]
+        asked = [change.weights for change in self.all_changes() if change.number <= number and change.weights]
         return asked[-1] if asked else self.weights
 
-    def _pending(self) -> "list[WeightChange]":
+    def all_changes(self) -> "list[WeightChange]":
         """What was planned up to the first other weights, and the changes."""
         unplanned = min((change.number for change in self.changes if change.weights), default=MAX_NUMBER)
         planned = [change for change in self.schedule if change.number < unplanned]
@@ -255,7 +255,7 @@ class Blender(IndexedDataPipe):
         first: list[int] = [0]
         trees: list[WeightTree] = [weight_tree(self.weights)]
         offsets: list[list[int]] = [[0] * len(self.sources)]
-        pending = self._pending()
+        pending = self.all_changes()
         stops, caps = self.on_exhausted != "renormalise", self.caps
         end, exhausted = MAX_NUMBER, None
         asked = self.weights  # before those of sources that are through became 0

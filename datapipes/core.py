@@ -133,7 +133,7 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
     in_order: bool = True
     """Whether the numbers [0, n) of the node use [0, m) of each child, for some m: false for permutes."""
 
-    _given: Given
+    _given: "Given | None"
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -287,6 +287,8 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
         """A copy with these attributes and no plan yet, unchecked."""
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, _plan=Unpickled(), **attributes)
+        if any(name != "children" and not name.startswith("_") for name in attributes):
+            copy._given = None  # it is not any more what was built, so no recipe can say what it is
         return copy
 
     def check(self) -> None:

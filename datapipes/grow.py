@@ -38,6 +38,7 @@ class Generations(Blender):
         self.given_name = parts[0].name
         self.sources = tuple(f"{self.given_name}[{i}]" for i in range(len(parts)))
         self.on_exhausted, self.exact = "stop", True
+        self.schedule: tuple[WeightChange, ...] = ()
         self.weights = (lengths[0], *(0 for _ in parts[1:]))
         self.given_caps: tuple[int | None, ...] = (None,) * len(parts)
         self._after = tuple(after)

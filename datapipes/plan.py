@@ -15,6 +15,7 @@ from .bound import Limiter, Once
 from .core import MAX_NUMBER, IndexedDataPipe, as_count, sample_node
 from .gather import Routes
 from .ledger import steps_of
+from .overlaps import overlap
 from .shard import RankSharder
 from .sources import SourceCounts
 from .steps import StepTable, nearest_multiples
@@ -209,7 +210,9 @@ def plan(
         (),
         _timeline(counts, table, begin, stop, changes[:MOST_CHANGES], length),
     )
-    sizes = {batch.global_batch_size: batch.first_step for batch in reversed(result.batches)}
+    sizes: dict[int, int] = {}
+    for batch in result.batches:
+        sizes.setdefault(batch.global_batch_size, batch.first_step)
     warnings = [
         *_about_batches(
             sizes, dp_size or (graph.topology.dp_size if graph.topology else 1), micro_batch_size or micro_batch
@@ -263,12 +266,10 @@ def _segments(table: StepTable, first_step: int, begin: int, stop: int, length: 
 def _timeline(
     counts: SourceCounts, table: StepTable, begin: int, stop: int, changes: "list[int]", length: int
 ) -> Timeline:
-    first, last = table.step_of(begin), table.next_step(stop)
-    stretches = min(last - first, TIMELINE)
-    places = {
-        min(max(table.start(first + (last - first) * i // stretches), begin), stop) for i in range(1, stretches + 1)
-    }
-    ends = sorted((places | set(changes)) - {begin})
+    steps = table.next_step(stop) - table.step_of(begin)
+    stretches = min(steps, TIMELINE)  # about as many samples in each, and whole steps
+    places = [table.next_step(begin + (stop - begin) * i // stretches) for i in range(1, stretches + 1)]
+    ends = sorted({*(min(table.start(step), stop) for step in places), *changes} - {begin})
     rows = [counts.samples(begin, end) for end in ends]
     return Timeline(
         tuple(table.next_step(end) for end in ends),
@@ -361,4 +362,9 @@ def _about_ranks(
 
 
 def _about_holdouts(graph: IndexedDataPipe, holdouts: "Sequence[IndexedDataPipe]") -> Iterator[str]:
-    return iter(())
+    for holdout in holdouts:
+        for shared in overlap(graph, holdout):
+            yield (
+                f"hold-out in training: source {shared.source!r} has {shared.tokens:,} tokens of the held-out "
+                f"{shared.other!r}, the first at token {shared.file_token:,} of {shared.file}"
+            )

@@ -48,7 +48,8 @@ def human_bytes(value: float) -> str:
 
 
 def shortened(name: str, longest: int = LONGEST) -> str:
-    """The name with what is too long left out of its middle."""
+    """The name as a terminal may show it, with what is too long left out of its middle."""
+    name = "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
     if len(name) <= longest:
         return name
     head = (longest - 1) // 2

@@ -191,6 +191,11 @@ class TokenReader(TokenSpace):
         self._content: str | None = None
         self._first, self._gather, self._ids = Unpickled(), Unpickled(), Unpickled()
 
+    def with_more(self, more: "TokenReader") -> "TokenReader":
+        """A reader of the same source with another reader's files behind its own."""
+        boxes: dict[str, Any] = {box: Unpickled() for box in ("_first", "_gather", "_ids")}
+        return self.changed(files=(*self.files, *more.files), _content=None, **boxes)
+
     def part(self, start: int, stop: "int | None" = None) -> "TokenReader":
         """A reader of the files [start, stop) alone, which knows its place in this one: tokens and documents keep
         their numbers in the source. So a source that grew by files is read generation by generation.

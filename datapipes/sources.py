@@ -27,6 +27,9 @@ __all__ = ["SourceCounts", "Taken"]
 MOST_PIECES = 4096
 """Pieces of one stretch: a node that skips more often than this is taken as if it skipped nothing."""
 
+MOST_COUNTED = 512
+"""Counts that are kept."""
+
 Stretch = tuple[int, int]
 Path = tuple[tuple[IndexedDataPipe, int], ...]
 """((node, index of the child to go to), …) from the order's top down."""
@@ -71,6 +74,9 @@ class _Leaf:
             return int(node.epoch_of(np.array([number], np.int64))[0])
 
         begun, high = epoch(0), self.length
+        if begun < 0:  # of a source that is gone nobody knows
+            self.fresh, self.length = MAX_NUMBER, 0
+            return
         while epoch(high) == begun:
             high *= 2
         rest = bisect_left(range(high), begun + 1, key=epoch)
@@ -92,6 +98,8 @@ class SourceCounts:
         self.leaves: list[_Leaf] = []
         self.blends: list[tuple[Blender, Path]] = []
         """Those whose children are sources, or hold some."""
+        self._counted: dict[tuple[int, int], list[int]] = {}
+        self._caps: dict[tuple[int, int], tuple[int | None, ...]] = {}
         self._collect(self.order, (), "", ())
 
     def _collect(self, node: IndexedDataPipe, path: Path, name: str, root: Path) -> None:
@@ -132,7 +140,7 @@ class SourceCounts:
         samples, repeats, positions, unseen, rows, lengths, seen = ([0] * len(self.names) for _ in range(7))
         stretches: dict[Path, list[Stretch]] = {}
         asked: dict[Path, float] = {(): 1.0}
-        self._walk(self.order, (), [(lo, max(lo, hi))], 1.0, stretches, asked)
+        self._walk(self.order, (), [(lo, max(lo, hi))], stretches, asked)
         for leaf in self.leaves:
             found, s = stretches[leaf.path], leaf.source
             count = sum(b - a for a, b in found)
@@ -140,10 +148,10 @@ class SourceCounts:
             samples[s] += count
             repeats[s] += sum(max(0, b - max(a, leaf.fresh)) for a, b in found)
             positions[s] += position
-            unseen[s] += max(0, leaf.fresh - position)
+            unseen[s] += max(0, leaf.fresh - position) if leaf.length else 0
             rows[s] += leaf.bytes_of(count)
             lengths[s] += leaf.length
-            seen[s] += position + leaf.before
+            seen[s] += position + leaf.before if leaf.length else 0
         return [
             Taken(
                 samples[s],
@@ -159,31 +167,56 @@ class SourceCounts:
 
     def samples(self, lo: int, hi: int) -> "list[int]":
         """How many samples of each source the run's [lo, hi) hold."""
-        return [taken.samples for taken in self.taken(lo, hi)]
+        stretches: dict[Path, list[Stretch]] = {}
+        self._walk(self.order, (), [(lo, max(lo, hi))], stretches)
+        found = [0] * len(self.names)
+        for leaf in self.leaves:
+            found[leaf.source] += sum(b - a for a, b in stretches[leaf.path])
+        return found
 
     def _walk(
         self,
         node: IndexedDataPipe,
         path: Path,
         found: "list[Stretch]",
-        asked: float,
         stretches: "dict[Path, list[Stretch]]",
-        shares: "dict[Path, float]",
+        asked: "dict[Path, float] | None" = None,
     ) -> None:
-        stretches[path], shares[path] = found, asked
+        """Writes down the stretches of every node above the leaves, and the share that each was asked for."""
+        stretches[path] = found
         if _is_leaf(node):
             return
-        below = _below(node, found)
-        for index, (child, share) in enumerate(zip(node.children, _asked(node, found, below), strict=True)):
-            self._walk(child, (*path, (node, index)), below[index], asked * share, stretches, shares)
+        below = self._below(node, found)
+        if asked is not None:
+            for index, share in enumerate(_asked(node, found, below)):
+                asked[(*path, (node, index))] = asked[path] * share
+        for index, child in enumerate(node.children):
+            self._walk(child, (*path, (node, index)), below[index], stretches, asked)
+
+    def _below(self, node: IndexedDataPipe, found: "list[Stretch]") -> "list[list[Stretch]]":
+        """A node's stretches → those of each child; at least one of each, be it empty."""
+        if len(node.children) == 1 and not hasattr(node, "counts"):
+            return [[piece for lo, hi in found for piece in _pieces(node, lo, hi)]]
+        ends = [(self._counts(node, lo), self._counts(node, hi)) for lo, hi in found]
+        return [[(lo[i], hi[i]) for lo, hi in ends] for i in range(len(node.children))]
 
     # Places -----------------------------------------------------------------------------------------------
 
     def position(self, path: Path, samples: int) -> int:
         """How many numbers of the node at the path's end the run's first samples have come past."""
         for node, index in path:
-            samples = node.counts(samples)[index] if hasattr(node, "counts") else node.source_bound(index, samples)
+            samples = self._counts(node, samples)[index]
         return samples
+
+    def _counts(self, node: IndexedDataPipe, hi: int) -> "list[int]":
+        """How many of each child's numbers the node's [0, hi) come past; many ask at the same few places."""
+        if (id(node), hi) not in self._counted:
+            if len(self._counted) >= MOST_COUNTED:
+                self._counted.clear()
+            counts = getattr(node, "counts", None)
+            bounds = counts(hi) if counts else [node.source_bound(i, hi) for i in range(len(node.children))]
+            self._counted[id(node), hi] = bounds
+        return self._counted[id(node), hi]
 
     def sample_of(self, path: Path, number: int, hi: int) -> "int | None":
         """The first sample of [0, hi) by which the run has come past this number of the node at the path's end."""
@@ -200,11 +233,16 @@ class SourceCounts:
         return bisect_left(range(hi), number + 1, key=lambda n: self.position(path, n + 1))  # a jump passed over it
 
     def exhausted(self, source: int, hi: int) -> "int | None":
-        """The sample of [0, hi) that is the last of the source's first epoch: of a joined source, of the first of
-        its parts.
+        """The sample of [0, hi) that is the last of the source's first epoch: after it, samples repeat.
+
+        Of a source in parts: the last first one of a part before a sample of any part repeats.
         """
-        found = (self.sample_of(leaf.path, leaf.fresh - 1, hi) for leaf in self.leaves if leaf.source == source)
-        return min((sample for sample in found if sample is not None), default=None)
+        leaves = [leaf for leaf in self.leaves if leaf.source == source]
+        lasts = [self.sample_of(leaf.path, leaf.fresh - 1, hi) for leaf in leaves]
+        again = [at for leaf in leaves if (at := self.sample_of(leaf.path, leaf.fresh, hi)) is not None]
+        if again:
+            return max((last for last in lasts if last is not None and last < min(again)), default=None)
+        return None if None in lasts else max(last for last in lasts if last is not None)
 
     def capped(self, source: int, hi: int) -> "int | None":
         """The sample of [0, hi) with which a blend's cap on the source, or on a blend around it, is reached."""
@@ -212,7 +250,10 @@ class SourceCounts:
         for root in self.roots[source]:
             for depth, (node, index) in enumerate(root):
                 if isinstance(node, Blender):
-                    cap = node.caps_at(self.position(root[:depth], hi))[index]
+                    place = id(node), self.position(root[:depth], hi)
+                    if place not in self._caps:
+                        self._caps = {place: node.caps_at(place[1])}
+                    cap = self._caps[place][index]
                     found.append(self.sample_of(root[: depth + 1], (cap or 0) - 1, hi))
         return min((sample for sample in found if sample is not None), default=None)
 
@@ -231,7 +272,7 @@ class SourceCounts:
     def changes_in_force(self, samples: int) -> int:
         """How many changes of weights hold for the sample after these."""
         return sum(
-            sum(change.number <= self.position(path, samples) for change in blend.changes if change.weights)
+            sum(change.number <= self.position(path, samples) for change in blend.all_changes() if change.weights)
             for blend, path in self.blends
         )
 
@@ -250,18 +291,6 @@ def _readers(node: IndexedDataPipe) -> Iterator[TokenReader]:
         yield node
     for child in node.children:
         yield from _readers(child)
-
-
-def _below(node: IndexedDataPipe, found: "list[Stretch]") -> "list[list[Stretch]]":
-    """A node's stretches → those of each child; at least one of each, be it empty."""
-    if hasattr(node, "counts"):
-        ends = [(node.counts(lo), node.counts(hi)) for lo, hi in found]
-        return [[(lo[i], hi[i]) for lo, hi in ends] for i in range(len(node.children))]
-    if len(node.children) > 1:
-        return [
-            [(node.source_bound(i, a), node.source_bound(i, b)) for a, b in found] for i in range(len(node.children))
-        ]
-    return [[piece for lo, hi in found for piece in _pieces(node, lo, hi)]]
 
 
 def _pieces(node: IndexedDataPipe, lo: int, hi: int) -> "list[Stretch]":

@@ -24,6 +24,7 @@ def _render(node: "IndexedDataPipe", first: str, rest: str, label: str, lines: "
     lines.append((f"{first}{label}{node_title(node)}", node.notes))
     last = len(node.children) - 1
     shares = getattr(node, "share", None)
+    shares = shares if callable(shares) else None  # another node's share is something else
     for i, child in enumerate(node.children):
         if MOST_CHILDREN <= i < last:
             if i == MOST_CHILDREN:

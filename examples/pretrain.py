@@ -4,7 +4,7 @@
 
 1.  Two corpora that every Python has: prose (the language reference and the standard library's docstrings)
     and code (its source files). A hash of a document's name decides whether it is held out for evaluation.
-2.  A byte-level BPE is trained, and token files with document ends are written.
+2.  A byte-level BPE is trained, and tokenize_files makes token files of JSON lines: document ends, ids in sidecars.
 3.  The graph: read → slice_sequences → permute → blend 0.8/0.2 → shard_ranks → batch_samples → collate_causal_lm.
 4.  The script starts itself as child processes and trains:
         uninterrupted   from the first step to the last
@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from tokenpipe.datapipes import CausalLMCollator, TokenFileWriter, TokenReader, Topology
+from tokenpipe.datapipes import CausalLMCollator, TokenReader, Topology, tokenize_files
 from tokenpipe.reading_services import DataLoader2
 
 SHARES = {"prose": 0.8, "code": 0.2}
@@ -113,10 +113,12 @@ def part_of(name: str, share: float) -> str | None:
 
 
 def write_token_files(s: Settings) -> None:
-    """tokenizer.json and {prose,code}.{train,eval}.tok, each document closed by <|endoftext|>."""
+    """tokenizer.json, {prose,code}.{train,eval}.jsonl, and of these .tok: each document closed by <|endoftext|>."""
     texts: dict[tuple[str, str], list[str]] = {(c, part): [] for c in SHARES for part in ("train", "eval")}
-    for corpus, part, _, text in documents(s.documents):
+    names: dict[tuple[str, str], list[str]] = {key: [] for key in texts}
+    for corpus, part, name, text in documents(s.documents):
         texts[corpus, part].append(text)
+        names[corpus, part].append(name)
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -128,14 +130,13 @@ def write_token_files(s: Settings) -> None:
     tokenizer.train_from_iterator(texts["prose", "train"] + texts["code", "train"], trainer)
     tokenizer.save(f"{s.out}/tokenizer.json")
 
-    end = tokenizer.token_to_id(END_OF_TEXT)
     for (corpus, part), found in texts.items():
-        path = Path(s.out, f"{corpus}.{part}.tok")
-        with TokenFileWriter(path, vocab_size=s.vocab_size, end_of_text=end) as writer:
-            for encoding in tokenizer.encode_batch(found):
-                writer.write([*encoding.ids, end])
-        size = sum(len(text.encode()) for text in found) / 1e6
-        print(f"  {path.name:<15}  {writer.documents:>3} documents, {size:4.2f} MB, {writer.tokens:>9,} tokens")
+        lines, path = (Path(s.out, f"{corpus}.{part}.{kind}") for kind in ("jsonl", "tok"))
+        rows = zip(found, names[corpus, part], strict=True)
+        lines.write_text("".join(json.dumps({"text": text, "name": name}) + "\n" for text, name in rows))
+        made = tokenize_files(lines, path, f"{s.out}/tokenizer.json", ids="name")
+        size = made.text_bytes / 1e6
+        print(f"  {path.name:<15}  {made.documents:>3} documents, {size:4.2f} MB, {made.tokens:>9,} tokens")
 
 
 # 3. The graphs --------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Running a graph: loaders, the services that run a graph for them, seeds and states.
 
 data_loader2.py is the loader; run.py is where an indexed run stands and what can be asked of it; state.py
-is what a checkpoint holds; interface.py and in_process.py are the services; seeds.py seeds streams.
+is what a checkpoint holds; metrics.py is what is logged; interface.py and in_process.py are the services;
+seeds.py seeds streams.
 """
 
 from .data_loader2 import DataLoader2, DataLoader2Iterator

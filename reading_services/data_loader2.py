@@ -426,16 +426,22 @@ class DataLoader2:
         """Which rows of these steps have the source's token, or one of a range of its tokens, as a label."""
         return ledger.when(self._indexed("when").graph, source, token, steps)
 
-    def plan(self, steps: int, holdouts: "Sequence[IndexedDataPipe]" = ()) -> Plan:
+    def plan(
+        self,
+        steps: int,
+        holdouts: "Sequence[IndexedDataPipe]" = (),
+        dp_size: "int | None" = None,
+        micro_batch_size: "int | None" = None,
+    ) -> Plan:
         """What the next `steps` steps will take of each source, and what of it will surprise: print it, draw it.
 
         From the step on that the next item belongs to (all of it, also what was delivered), journal included.
 
         Args:
             holdouts: evaluation graphs of which nothing may be trained on.
+            dp_size, micro_batch_size: a layout for which the batch sizes shall be checked, other than the graph's.
         """
-        run = self._indexed("plan")
-        return plan(run.unskipped(), steps, self.step, holdouts)
+        return plan(self._indexed("plan").unskipped(), steps, self.step, holdouts, dp_size, micro_batch_size)
 
     def metrics(self) -> "dict[str, int | float]":
         """Flat numbers for any logger: {"data/step": 500, "data/share/prose": 0.8, …}; looking changes nothing.

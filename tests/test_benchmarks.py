@@ -20,6 +20,7 @@ ROWS = {
     ],
     "startup": ["10^6", "10^9", "target: < 10 ms, < 20 MB", "flat: the last N over the first"],
     "audit": ["10^6", "10^9", "target: < 10 ms"],
+    "tokenizing": ["encode_batch", "encode_batch_fast", "tokenize_files", "tokenize_files, shuffled"],
     "imports": ["import torch", "import torch and tokenpipe", "**tokenpipe over torch**"],
 }
 

@@ -730,6 +730,10 @@ def test_a_change_that_the_journal_makes_takes_the_place_of_what_was_planned_aft
     assert routed(changed, 0, 20) == routed(planned, 0, 20)
     assert_within_the_bound(changed, [1, 3], 20, 200)
     assert_each_source_comes_in_order(changed, 0, 200)
+    grown = planned.with_changes([WeightChange(15, None, (50, None))])  # a cap, not weights: the plan goes on
+    assert routed(grown, 0, 40) == routed(planned, 0, 40)
+    assert planned.weights_at(25) == (0, SCALE)
+    assert changed.weights_at(35) == (SCALE // 4, SCALE - SCALE // 4)
     again = changed.with_children(*changed.children).with_changes([])
     assert routed(again, 0, 100) == routed(planned, 0, 100)
 
@@ -809,3 +813,23 @@ def test_a_ramp_goes_from_the_one_to_the_other():
 def test_a_ramp_that_leads_nowhere_is_refused(asked):
     with pytest.raises((WeightsError, ArgumentTypeError)):
         linear_ramp(*asked)
+
+
+def test_a_planned_blend_takes_a_source_in_and_keeps_its_plan_up_to_then(token_file):
+    def source(name):
+        return TokenReader(token_file(name, 4000), dtype="uint16").slice_sequences(8).permute(seed=1)
+
+    def graph(*names):
+        first, *others = map(source, names)
+        blend = first.blend(*others, weights=[1.0] * len(names), schedule=[(16, [1] + [0] * (len(names) - 1)),
+                                                                         (800, [1] * len(names))])  # fmt: skip
+        return blend.batch_samples(2, global_batch_size=8)
+
+    with DataLoader2(graph("a.bin", "b.bin")) as loader:
+        before = loader.contents(step=3)
+        loader.seek(5)
+        loader.add_source(source("c.bin"), weights={"a": 1, "b": 1, "c": 2})
+        assert {record.source for record in loader.contents(step=3)} == {"a"}
+        assert loader.contents(step=3) == before
+        found = [record.source for step in range(5, 105) for record in loader.contents(step=step)]
+        assert (found.count("a"), found.count("b"), found.count("c")) == (200, 200, 400)

@@ -66,7 +66,8 @@ def _names(paths: "list[Any]") -> "list[str | None]":
     """
     if not all(isinstance(path, (str, os.PathLike)) for path in paths):
         return [None] * len(paths)  # the readers say what is wrong with them
-    ways = [PurePath(os.fspath(path)).with_suffix("").parts for path in paths]
+    plain = [PurePath(os.fspath(path)) for path in paths]
+    ways = [(path.with_suffix("") if path.name else path).parts for path in plain]  # "/" has no name
     names: list[str | None] = []
     for way in ways:
         alike = {other for other in ways if other[-1:] == way[-1:]}

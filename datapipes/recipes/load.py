@@ -10,15 +10,15 @@ What a node takes is read off its constructor, so a new node needs nothing here.
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 from .._torch import MapDataPipe
 from ..arguments import constructor_of, takes_children
 from ..core import IndexedDataPipe, as_count
-from ..errors import ArgumentTypeError, RecipeError, TokenpipeError
+from ..errors import ArgumentTypeError
 from ..fluent import ALIASES
 from ..read import TokenReader
 from ..steps import StepTable, as_schedule
@@ -85,6 +85,13 @@ def kinds() -> "dict[str, type[IndexedDataPipe]]":
     return {READ: TokenReader, **found}
 
 
+def first_stem(arguments: "dict[str, Any]") -> "str | None":
+    """What a reader of these arguments is called where nothing else is said."""
+    paths = arguments.get("paths")
+    first = paths[0] if isinstance(paths, list) and paths else paths
+    return PurePath(first).stem if isinstance(first, str) else None
+
+
 class _Builder:
     """One recipe on its way to a graph; shared chains are built once, when they are first used."""
 
@@ -129,6 +136,8 @@ class _Builder:
         steps = self.steps(value, place) + list(each)
         if not steps:
             raise self.document.error(place, "a chain has at least one step")
+        if key is not None:
+            self.name(steps, key)
         node: IndexedDataPipe | None = None
         for i, (name, arguments, at) in enumerate(steps):
             if name == "use":
@@ -137,11 +146,26 @@ class _Builder:
                 node = self.used(arguments, at)
                 continue
             above = (lambda at=at, i=i: self.step_table(steps[i + 1 :], at)) if run else None
-            node = self.node(name, arguments, at, node, key if i == 0 else None, above)
+            node = self.node(name, arguments, at, node, above)
         assert node is not None
         if key is not None and node.name != key:
             raise self.document.error(place, f"the source {key!r} is called {node.name!r} by its own chain (name)")
         return node
+
+    def name(self, steps: "list[tuple[str, dict[str, Any], Place]]", key: str) -> None:
+        """Gives a chain the name that its blend has for it, where it would be called otherwise: in its last step
+        that can have one. A reader below a selector so keeps its own, which decides what the selector chooses.
+        """
+        name: Any = None
+        last = -1
+        for i, (step, arguments, at) in enumerate(steps):
+            if step == "use" and i == 0:
+                name = self.used(arguments, at).name
+            elif step != "use" and "name" in self.parameters(step):
+                last, name = i, arguments.get("name") or (first_stem(arguments) if step == READ else name)
+        if last >= 0 and name != key:
+            step, arguments, at = steps[last]
+            steps[last] = step, {"name": key, **arguments}, at
 
     def steps(self, value: Any, place: Place) -> "list[tuple[str, dict[str, Any], Place]]":
         """(name, arguments, place) of each step of a chain in any of its forms."""
@@ -200,7 +224,6 @@ class _Builder:
         given: "dict[str, Any]",
         place: Place,
         below: "IndexedDataPipe | None",
-        key: "str | None",
         steps: "Callable[[], StepTable] | None",
     ) -> IndexedDataPipe:
         kind, parameters = self.kind(name), self.parameters(name)
@@ -224,13 +247,11 @@ class _Builder:
             raise self.document.error(place, f"{name} begins its chain, but has nothing to take from: {what}")
         if not takes_one and below is not None:
             raise self.document.error(place, f"{name} takes nothing from below: it begins a chain")
-        if key is not None and "name" in parameters:
-            arguments.setdefault("name", key)
         self.fill(arguments, parameters, place, children, steps)
         for argument, parameter in parameters.items():
             if argument not in arguments and parameter.default is parameter.empty:
                 raise self.document.error(place, f"{name} needs {argument!r}")
-        with self.placed(place):
+        with self.document.placed(place):
             return kind(*children, **arguments)
 
     def fill(
@@ -257,7 +278,7 @@ class _Builder:
             if "PathLike" in str(parameters[argument].annotation):
                 arguments[argument] = self.path(value)
         if "schedule" in parameters and isinstance(arguments.get("schedule"), list):
-            with self.placed((*place, "schedule")):
+            with self.document.placed((*place, "schedule")):
                 arguments["schedule"] = planned_changes(
                     arguments, [child.name for child in children], steps, self.document, (*place, "schedule")
                 )
@@ -281,7 +302,7 @@ class _Builder:
                     raise self.document.error(
                         at, "changes planned by step need a global_batch_size here: without one it is the machine's"
                     )
-                with self.placed(at):
+                with self.document.placed(at):
                     return StepTable.of(as_schedule(size, 1))
             if not self.kind(name).trunk:
                 raise self.document.error(
@@ -303,19 +324,3 @@ class _Builder:
             if key not in valid:
                 raise self.document.error((*place, key), f"no {what} is called {key!r:.80}. {nearest(key, valid)}")
         return value
-
-    @contextmanager
-    def placed(self, place: Place) -> "Iterator[None]":
-        """Errors from inside get the place in the recipe, and keep their type."""
-        try:
-            yield
-        except RecipeError:
-            raise
-        except TokenpipeError as error:
-            if len(error.args) == 1:
-                error.args = (f"{self.document.at(place)}: {error.args[0]}",)
-            elif hasattr(error, "add_note"):  # an OSError's number and path stay what they are; Python 3.11
-                error.add_note(f"in {self.document.at(place)}")
-            raise
-        except Exception as error:  # a node, perhaps not one of ours, that does not check its arguments
-            raise self.document.error(place, f"cannot be built: {error!r:.300}") from error

@@ -8,14 +8,15 @@ rules plus bare words. So `no` and `1:30` are strings, `1e-3` is a number, and a
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..errors import ArgumentTypeError, RecipeError
+from ..errors import ArgumentTypeError, RecipeError, TokenpipeError
 
 __all__ = ["Document", "Place", "dump", "nearest", "parse"]
 
@@ -28,7 +29,7 @@ Place = tuple["str | int", ...]
 
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
-_FLOAT = re.compile(r"[-+]?(([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|\.inf)|\.nan")
+_FLOAT = re.compile(r"[-+]?(([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf)|\.nan")
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
 
 
@@ -50,6 +51,22 @@ class Document:
 
     def error(self, place: Place, message: str) -> RecipeError:
         return RecipeError(f"{self.at(place)}: {message}")
+
+    @contextmanager
+    def placed(self, place: Place) -> "Iterator[None]":
+        """Errors from inside get the place in the recipe, and keep their type."""
+        try:
+            yield
+        except RecipeError:
+            raise
+        except TokenpipeError as error:
+            if len(error.args) == 1 and not str(error.args[0]).startswith(self.name):
+                error.args = (f"{self.at(place)}: {error.args[0]}",)
+            elif hasattr(error, "add_note"):  # an OSError's number and path stay what they are; Python 3.11
+                error.add_note(f"in {self.at(place)}")
+            raise
+        except Exception as error:  # a node, perhaps not one of ours, that does not check its arguments
+            raise self.error(place, f"cannot be built: {error!r:.300}") from error
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
@@ -82,7 +99,7 @@ def parse(recipe: "str | os.PathLike[str] | Mapping[str, Any]") -> "tuple[Docume
         document = _parsed(Document(None, path.name), data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise RecipeError(f"{text}: a recipe is UTF-8 text: {error}") from error
-    return document, str(path.parent)
+    return document, os.path.dirname(text)  # noqa: PTH120  # "" beside us, so that paths stay as they are said
 
 
 def _parsed(document: Document, text: str) -> Document:

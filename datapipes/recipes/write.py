@@ -61,6 +61,8 @@ class _Writer:
                 steps.append(self.first(node, key))
                 break
             steps.append(self.step(node, arguments_of(node)))
+            if "name" in constructor_of(type(node)).parameters:
+                key = None  # this node has the name, so the first says its own
             node = node.datapipe
         return steps[::-1]
 
@@ -77,12 +79,10 @@ class _Writer:
         return self.names[id(node)]
 
     def first(self, node: IndexedDataPipe, key: "str | None") -> Any:
-        """A chain's first step: a reader, or a node of several."""
+        """A chain's first step: a reader, or a node of several; without its name, where the blend's key gives it."""
         arguments = arguments_of(node)
-        if key is not None and "name" in constructor_of(type(node)).parameters:
-            given = arguments.pop("name", None)
-            if given != key and (given is not None or node.children):
-                arguments["name"] = given or ""
+        if key is not None and arguments.get("name") == key:
+            del arguments["name"]
         if not node.children:
             return self.step(node, arguments)
         names = [child.name for child in node.children]

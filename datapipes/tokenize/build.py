@@ -13,7 +13,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -168,9 +168,10 @@ def tokenize_files(
     }
     size = _piece_bytes(files) if piece_bytes is None else as_count("piece_bytes", piece_bytes)
     with _locked(folder), _full_disk_named(target, folder):
-        _clear(folder, _unfinished)
-        with _Progress(sum(file.size for file in files), progress) as bar:
-            pieces = _finished(files, size, job, count, bar)
+        with (
+            _Progress(sum(file.size for file in files), progress) as bar,
+            contextlib.closing(_finished(files, size, job, count, bar)) as pieces,
+        ):
             writer = _assemble(folder, pieces, found, settings, key if shuffle_documents else None)
         _put_in_place(writer.path, target, with_ids=ids is not None)
         _clear(folder, is_ours)
@@ -192,7 +193,7 @@ def tokenize_files(
 
 def _finished(
     files: "list[InputFile]", size: int, job: "dict[str, Any]", count: int, bar: "_Progress"
-) -> Iterator[Piece]:
+) -> "Generator[Piece, None, None]":
     """All pieces in order, as soon as each is finished; those of an earlier run are taken as they are."""
     folder, settings = Path(job["folder"]), job["settings"]
     itemsize, ids = np.dtype(settings["dtype"]).itemsize, settings["ids"] is not None
@@ -275,7 +276,8 @@ class _Progress:
     def keep(self, size: int) -> None:
         """A piece is there already: done, but not by this run, so it is no speed."""
         self.kept += 1
-        self.bar.initial += size
+        if not self.bar.disable:
+            self.bar.initial += size
         self.bar.update(size)
 
     def count(self, piece: Piece) -> None:
@@ -324,8 +326,11 @@ def _locked(folder: Path) -> Iterator[None]:
             ) from error
         os.close(handle)
     try:
+        _clear(folder, _unfinished)
         yield
     finally:
+        with contextlib.suppress(OSError):
+            _clear(folder, _unfinished)  # of workers that were ended
         with contextlib.suppress(OSError):  # finished pieces, for the next run, or a file that is not ours
             folder.rmdir()
         os.close(handle)

@@ -73,7 +73,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        given = list(ids)
+        given = [int(i) for i in ids]
         if given and not (min(given) >= 0 and max(given) < self.vocab_size):
             raise TokenIdError(f"the byte tokenizer has ids 0 … 256, got {min(given)} … {max(given)}")
         end = self.end_of_text_name.encode()

@@ -79,6 +79,7 @@ def make_piece(
     """Tokenises the documents of some spans into a piece; `progress(bytes, tokens)` after each batch."""
     spans = list(spans)
     ids, end_of_text = settings["ids"], settings["end_of_text"]
+    limit = min(tokenizer.vocab_size, int(np.iinfo(settings["dtype"]).max) + 1)
     writer = PieceWriter(folder / piece_name(settings, spans), np.dtype(settings["dtype"]), ids is not None)
     try:
         for batch in _batches(spans, settings["column"], ids):
@@ -90,8 +91,11 @@ def make_piece(
             tokens = 0
             if kept:
                 flat, ends = _closed([encoded[k] for k in kept], end_of_text)
-                if int(flat.max()) >= tokenizer.vocab_size:
-                    raise errors.TokenIdError(f"token id {flat.max()} of a vocabulary of {tokenizer.vocab_size}")
+                if int(flat.max()) >= limit:
+                    raise errors.TokenIdError(
+                        f"{batch[0].path}: token id {flat.max()} does not fit: ids are 0 … {limit - 1} "
+                        f"(dtype {writer.dtype.name}, vocab_size {tokenizer.vocab_size})"
+                    )
                 names = [] if ids is None else [_utf8(batch[k], batch[k].id) for k in kept]
                 writer.write(flat.astype(writer.dtype, copy=False), ends, names)
                 tokens = flat.size
