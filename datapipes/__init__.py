@@ -12,8 +12,6 @@ The files of this package in the order in which a token passes them:
     exclude.py rows kept, labels masked           recipes/   load_recipe, write_recipe, read_tokens
 
 and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, journal.py (what
-changed during the run), ledger.py (contents, when), certificate.py (8 bytes a step), overlaps.py, scores.py,
-filemap.py, atomic.py, fingerprint.py, tree.py, errors.py.
 changed during the run), ledger.py (contents, when), overlaps.py, sources.py (counts), plan.py (the rehearsal),
 plan_view.py, certificate.py (8 bytes a step), rank_zero.py, scores.py, filemap.py, atomic.py, fingerprint.py,
 tree.py, errors.py.

@@ -323,7 +323,8 @@ class Blender(IndexedDataPipe):
 
     @property
     def weighted(self) -> bool:
-        return not self.exact or bool(self.schedule) or super().weighted
+        repeated = any(weight != len(child) for weight, child in zip(self.weights, self.children, strict=True))
+        return not self.exact or repeated or bool(self.schedule) or super().weighted
 
     def share(self, source: int) -> float:
         """The stored share of a source before any change."""

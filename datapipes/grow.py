@@ -42,7 +42,6 @@ class Generations(Blender):
         self.weights = (lengths[0], *(0 for _ in parts[1:]))
         self.given_caps: tuple[int | None, ...] = (None,) * len(parts)
         self._after = tuple(after)
-        self.schedule: tuple[WeightChange, ...] = ()
         changes: list[WeightChange] = []
         weights, began, seen = self.weights, 0, False  # of the phase; seen: all of it had been given before
         for generation, came in enumerate(after, 1):

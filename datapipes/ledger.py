@@ -7,7 +7,7 @@ import numpy as np
 
 from .batch import batcher_of
 from .core import IndexedDataPipe, Int64s, as_count, as_numbers, sample_node
-from .errors import ConfigurationError, OutOfRangeError
+from .errors import ConfigurationError, OutOfRangeError, SourceGoneError
 from .fingerprint import order_of
 from .gather import Routes, makes_items
 from .grow import GoneSource
@@ -23,6 +23,7 @@ __all__ = [
     "consumed_by_source",
     "contents",
     "documents",
+    "gone_sources",
     "sources_of",
     "steps_of",
     "tokens",
@@ -293,7 +294,11 @@ def when(graph: IndexedDataPipe, source: str, token: "int | range", steps: range
     low, high = view.steps.start(steps.start), min(view.steps.start(max(steps.stop, steps.start)), view.bound)
     spaces = [space for name, space in sources_of(view.order) if source in (name, space.origin.name)]
     if not spaces:
-        _check_gone(view.order, source)
+        if source in gone_sources(view.order):
+            raise SourceGoneError(
+                f"source {source!r} was dropped from the run and is not in this graph, so its tokens cannot be found; "
+                "with the source as it was in the graph, they can"
+            )
         names = dict.fromkeys(name for name, _ in sources_of(view.order))
         raise ConfigurationError(f"no source is named {source!r}; the sources are {', '.join(map(repr, names))}")
     if tokens[-1] >= (size := max(int(space.first_tokens[-1]) for space in spaces)):
@@ -342,9 +347,8 @@ def sources_of(node: IndexedDataPipe) -> "list[tuple[str, TokenSpace]]":
     return [found for child in node.children for found in sources_of(child)]
 
 
-def _check_gone(node: IndexedDataPipe, source: str) -> None:
-    """Raises SourceGoneError where the source was dropped and is gone."""
-    if isinstance(node, GoneSource) and node.name == source:
-        node.starts(np.empty(0, np.int64))
-    for child in node.children:
-        _check_gone(child, source)
+def gone_sources(node: IndexedDataPipe) -> "set[str]":
+    """The names of sources that were dropped from the run and are not there any more."""
+    if isinstance(node, GoneSource):
+        return {node.name}
+    return {name for child in node.children for name in gone_sources(child)}

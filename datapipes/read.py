@@ -217,11 +217,6 @@ class TokenReader(TokenSpace):
             _ids=Unpickled(),
         )
 
-    def with_more(self, more: "TokenReader") -> "TokenReader":
-        """This reader, and the files of another one behind its own."""
-        fresh = {name: Unpickled() for name in ("_first", "_gather", "_ids")}
-        return self.changed(files=(*self.files, *more.files), _content=None, **fresh)
-
     @property
     def origin(self) -> "TokenReader":
         return self

@@ -12,7 +12,7 @@ from ..datapipes.fingerprint import identity_from, prefix_fingerprints, source_i
 from ..datapipes.grow import reader_of
 from ..datapipes.journal import GrownEntry, Journal, Roster, RosterRow, WeightsEntry, path_to_blend
 from ..datapipes.weights import quantise
-from .state import State, identity_of, mismatches
+from .state import State, identity_of, mismatches, same_mixture
 
 __all__ = ["amended"]
 
@@ -41,10 +41,7 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
     present = dict(zip(blend.sources, blend.children, strict=True))
     here = dict(zip(blend.sources, blend.weights, strict=True))
     began = {row.source: row.weight for row in roster.rows}
-    new_mixture = {s: w for s, w in here.items() if w} not in (
-        {s: w for s, w in began.items() if w},
-        {s: w for s, w in weights.items() if w},
-    )
+    new_mixture = not any(same_mixture(here, mixture) for mixture in (began, weights))
     came_or_went = False
     for row in roster.rows:
         child, saved = present.get(row.source), _saved_identity(state, row.source)

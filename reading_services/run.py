@@ -11,9 +11,9 @@ from ..adapters.resume import ResumeSkip
 from ..datapipes.batch import batcher_of
 from ..datapipes.bound import Once
 from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count
-from ..datapipes.errors import JournalError, OutOfRangeError
+from ..datapipes.errors import JournalError, OutOfRangeError, StateMismatchError
 from ..datapipes.journal import Journal, blend_to_change
-from ..datapipes.ledger import steps_of
+from ..datapipes.ledger import consumed_by_source, gone_sources, steps_of
 from ..datapipes.steps import Schedule, StepTable
 from .amend import amended
 from .changes import Moment
@@ -156,8 +156,22 @@ class IndexedRun:
             journal = journal.on_steps(table.breakpoints, table.start)
         for blend in {entry.blend for entry in journal.weights}:
             blend_to_change(built, blend=blend)
+        if any(row.dropped for roster in journal.rosters for row in roster.rows):
+            self._check_there(ApplyJournal(journal)(built), state)
         self.move(state.consumed_samples, journal, built)
         self.placed = True
+
+    def _check_there(self, graph: IndexedDataPipe, state: State) -> None:
+        """Raises StateMismatchError where what is left of a step draws from a source that is gone."""
+        consumed, step = state.consumed_samples, state.steps.step_of(state.consumed_samples)
+        last = min(state.steps.start(step + 1), graph.last_sample)
+        before, after = (consumed_by_source(graph, sample) for sample in (consumed, last))
+        for source in gone_sources(graph):
+            if after.get(source, 0) > before.get(source, 0):
+                raise StateMismatchError(
+                    f"sample {consumed} is inside step {step}, whose rest still draws from source {source!r}, which is "
+                    f"not in this graph; with the source in it, or from state_dict(step={step + 1}), it would do"
+                )
 
 
 def _contains_once(node: IndexedDataPipe) -> bool:

@@ -175,7 +175,7 @@ def _other_mixture(journal: Journal, roster: Roster, graph: IndexedDataPipe) -> 
     changes = [e for e in journal.weights if e.blend == roster.blend]
     now = dict(zip(roster.sources, changes[-1].weights, strict=False)) if changes else began
     here = dict(zip(blend.sources, blend.weights, strict=True))
-    if not (blend.exact and roster.exact) and all(_drawn(here) != _drawn(mixture) for mixture in (began, now)):
+    if not (blend.exact and roster.exact) and not any(same_mixture(here, mixture) for mixture in (began, now)):
         yield (
             f"blend {roster.blend!r}: weights {_shares(here)} here; the run began with {_shares(began)} and now has "
             f"{_shares(now)}"
@@ -189,8 +189,10 @@ def _other_mixture(journal: Journal, roster: Roster, graph: IndexedDataPipe) -> 
             yield f"blend {roster.blend!r}: source {source!r} ends after {cap or 'no'} samples here, not {caps[source]}"
 
 
-def _drawn(weights: dict[str, int]) -> dict[str, int]:
-    return {source: weight for source, weight in weights.items() if weight}
+def same_mixture(a: dict[str, int], b: dict[str, int]) -> bool:
+    """Whether the same sources are drawn with the same integer weights; ties are rounded by the sources' order."""
+    drawn = [{source for source, weight in weights.items() if weight} for weights in (a, b)]
+    return drawn[0] == drawn[1] and all(abs(a[source] - b[source]) <= 1 for source in drawn[0])
 
 
 def _shares(weights: dict[str, int]) -> str:

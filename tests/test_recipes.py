@@ -24,7 +24,6 @@ from tokenpipe.datapipes import (
     load_recipe,
     write_recipe,
 )
-from tokenpipe.datapipes.documents import overlap
 from tokenpipe.datapipes.errors import (
     ArgumentTypeError,
     BatchSizeError,
@@ -34,6 +33,7 @@ from tokenpipe.datapipes.errors import (
     TokenpipeError,
     WeightsError,
 )
+from tokenpipe.datapipes.overlaps import overlap
 from tokenpipe.reading_services import DataLoader2
 
 SOAK = bool(os.environ.get("TOKENPIPE_SOAK"))
