@@ -38,7 +38,7 @@ __all__ = ["TokenizeSummary", "tokenize_files"]
 PIECE_BYTES = (1 << 20, 1 << 24)  # the smallest and the largest piece of input
 PIECES = 64  # as many at least, where they are not smaller than that: work for that many processes
 SHUFFLED = 1 << 16  # documents looked up in one go
-BLOCK_BYTES = 1 << 24  # bytes gathered in one go
+BLOCK_BYTES = 1 << 22  # bytes gathered in one go
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 VERSION = 1  # of what a piece holds; another is never taken up
 
