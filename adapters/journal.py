@@ -3,6 +3,7 @@
 import itertools
 
 from ..datapipes._torch import DataPipe
+from ..datapipes.audit.ledger import sources_of
 from ..datapipes.batch import batcher_of
 from ..datapipes.blend import Blender, WeightChange
 from ..datapipes.core import MAX_NUMBER, IndexedDataPipe
@@ -21,7 +22,6 @@ from ..datapipes.journal import (
     path_to_source,
 )
 from ..datapipes.jump import Jumper
-from ..datapipes.ledger import sources_of
 from ..datapipes.steps import StepTable
 from .base import Adapter
 from .surgery import rewritten

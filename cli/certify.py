@@ -6,7 +6,7 @@
 Worked out from the recipe, the state and the token files. A training loop that adds up `batch_certificate` of its
 batches has the same numbers of what it was really given. Comparing ends with status 0 where all steps that both have
 are the same, else with status 1 and the first step that differs. What a certificate covers, and what not, is
-told in the docstring of tokenpipe.datapipes.certificate.
+told in the docstring of tokenpipe.datapipes.audit.
 """
 
 import argparse

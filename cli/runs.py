@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from ..datapipes import IndexedDataPipe, Topology, load_recipe
+from ..datapipes.audit.ledger import sources_of
 from ..datapipes.errors import ConfigurationError, OutOfRangeError, StateError
-from ..datapipes.ledger import sources_of
 from ..datapipes.read import TokenSpace
 from ..reading_services import DataLoader2
 

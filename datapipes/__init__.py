@@ -2,19 +2,21 @@
 
 The files of this package in the order in which a token passes them:
 
-    tokenize/  texts to token files
-    formats/   the kinds of token file            read.py      files as one token space
-    documents.py  chosen documents of it          slice.py     windows (resize.py: other lengths)
-    permute.py the shuffle                        blend.py     the mixture (weights.py: its law)
-    reorder.py orders brought along               bound.py     skip, limit, once
-    shard.py   one rank's part (topology.py)      batch.py     micro-batches (steps.py: steps)
-    collate.py tensors                            combine.py   map, zip, concat
-    exclude.py rows kept, labels masked           recipes/   load_recipe, write_recipe, read_tokens
+    tokenize/     texts to token files               formats/    the kinds of token file
+    read.py       files as one token space           documents.py  chosen documents of it (scores.py)
+    slice.py      windows (resize.py: other lengths) permute.py  the shuffle
+    blend.py      the mixture (weights.py: its law)  reorder.py  orders brought along
+    bound.py      skip, limit, once                  exclude.py  rows kept, labels masked
+    shard.py      one rank's part (topology.py)      batch.py    micro-batches (steps.py: steps)
+    collate.py    tensors                            combine.py  map, zip, concat
 
-and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, journal.py (what
-changed during the run), ledger.py (contents, when), overlaps.py, sources.py (counts), plan.py (the rehearsal),
-plan_view.py, certificate.py (8 bytes a step), rank_zero.py, scores.py, filemap.py, atomic.py, fingerprint.py,
-tree.py, errors.py.
+before, during and after a run:
+
+    recipes/      graphs from files, and back        plan/       what the next steps will take
+    journal.py    what changed (grow.py, jump.py)    audit/      contents, when, certificates
+
+and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, filemap.py,
+fingerprint.py, tree.py, arguments.py (what a recipe writes down), atomic.py, rank_zero.py, errors.py.
 
     >>> import tempfile, numpy as np
     >>> path = tempfile.mkdtemp() + "/prose.npy"
@@ -29,10 +31,10 @@ tree.py, errors.py.
        TokenReader(name=prose)                                  prose.npy: 1,000 uint16 tokens
 """
 
+from .audit import Certificate, ContentsRecord, RowDocument, WhenRecord, batch_certificate, certify
 from .batch import Rows, SampleBatcher
 from .blend import Blender
 from .bound import Limiter, Once, Skipper
-from .certificate import Certificate, batch_certificate, certify
 from .collate import CausalLMCollator
 from .combine import Concater, Mapper, Zipper
 from .core import MAX_NUMBER, IndexedDataPipe
@@ -40,10 +42,8 @@ from .documents import DocumentSelector
 from .exclude import Excluder
 from .formats.ids import DocumentIds
 from .formats.own import TokenFileWriter, verify_token_file
-from .ledger import ContentsRecord, RowDocument, WhenRecord
-from .overlaps import Overlap, overlap
 from .permute import Permuter
-from .plan import Plan
+from .plan import Overlap, Plan, overlap
 from .read import TokenReader
 from .recipes import load_nanotron, load_recipe, read_tokens, write_recipe
 from .reorder import NanosetOrder, Reorderer

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from ._torch import functional_datapipe
+from .audit.ledger import row_spans, sources_of
 from .core import IndexedDataPipe, Int64s, as_count, sample_node
 from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError
 from .gather import plan_of
-from .ledger import row_spans, sources_of
 
 __all__ = ["Excluder", "checked_ranges"]
 

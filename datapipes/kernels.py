@@ -7,12 +7,12 @@ cannot compile, the NumPy path serves, and says so once.
 import functools
 import os
 import platform
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from . import _kernels_numpy
-from .rank_zero import warn
 
 __all__ = ["compiled", "kernel"]
 
@@ -29,7 +29,7 @@ def kernel(name: str) -> tuple[Callable[..., Any], bool]:
         try:
             return _compile(name), True
         except Exception as error:  # whatever numba or llvmlite raise: the NumPy path is exact
-            warn(
+            warnings.warn(  # on every rank: another host may be one that cannot
                 f"numba could not compile the kernel {name!r} ({type(error).__name__}: {error}); "
                 "the NumPy path gives the same batches, more slowly",
                 RuntimeWarning,

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..adapters.journal import with_rosters
 from ..adapters.surgery import rewritten
+from ..datapipes.audit.ledger import sources_of
 from ..datapipes.blend import Blender
 from ..datapipes.bound import Once
 from ..datapipes.core import IndexedDataPipe, as_count
@@ -30,7 +31,6 @@ from ..datapipes.journal import (
     path_to_blend,
     path_to_source,
 )
-from ..datapipes.ledger import sources_of
 from ..datapipes.read import TokenReader
 from ..datapipes.steps import StepTable, as_schedule
 from ..datapipes.weights import as_shares, quantise, tempered

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..datapipes import ledger
 from ..datapipes._torch import DataPipe, IterDataPipe, MapDataPipe
+from ..datapipes.audit import ledger
+from ..datapipes.audit.ledger import ContentsRecord, RowDocument, WhenRecord
 from ..datapipes.core import IndexedDataPipe, as_count
 from ..datapipes.errors import (
     ArgumentTypeError,
@@ -20,10 +21,9 @@ from ..datapipes.errors import (
     LoaderWarning,
 )
 from ..datapipes.journal import Journal
-from ..datapipes.ledger import ContentsRecord, RowDocument, WhenRecord
 from ..datapipes.plan import Plan, plan
+from ..datapipes.plan.counts import SourceCounts
 from ..datapipes.rank_zero import warn
-from ..datapipes.sources import SourceCounts
 from .changes import Moment
 from .in_process import InProcessReadingService
 from .interface import ReadingServiceInterface

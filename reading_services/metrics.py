@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..datapipes.sources import SourceCounts
+from ..datapipes.plan.counts import SourceCounts
 
 if TYPE_CHECKING:
     from .run import IndexedRun

@@ -8,12 +8,12 @@ from typing import Any
 
 from ..adapters.journal import ApplyJournal, with_rosters
 from ..adapters.resume import ResumeSkip
+from ..datapipes.audit.ledger import consumed_by_source, gone_sources, steps_of
 from ..datapipes.batch import batcher_of
 from ..datapipes.bound import Once
 from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count
 from ..datapipes.errors import JournalError, OutOfRangeError, StateMismatchError
 from ..datapipes.journal import Journal, blend_to_change
-from ..datapipes.ledger import consumed_by_source, gone_sources, steps_of
 from ..datapipes.steps import Schedule, StepTable
 from .amend import amended
 from .changes import Moment

@@ -22,7 +22,7 @@ from tokenpipe.datapipes.errors import (
     TokenpipeError,
 )
 from tokenpipe.datapipes.plan import Plan, plan
-from tokenpipe.datapipes.sources import SourceCounts
+from tokenpipe.datapipes.plan.counts import SourceCounts
 from tokenpipe.reading_services import DataLoader2
 
 

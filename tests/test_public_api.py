@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tokenpipe import adapters, cli, datapipes, reading_services
-from tokenpipe.datapipes import IndexedDataPipe, errors, formats, recipes, tokenize
+from tokenpipe.datapipes import IndexedDataPipe, audit, errors, formats, plan, recipes, tokenize
 from tokenpipe.datapipes._torch import MapDataPipe
 from tokenpipe.datapipes.fluent import ALIASES
 
@@ -24,7 +24,7 @@ PACKAGES = [datapipes, adapters, reading_services, cli]
 def modules() -> list[str]:
     return [
         f"{package.__name__}.{module.name}"
-        for package in [*PACKAGES, formats, recipes, tokenize]
+        for package in [*PACKAGES, audit, formats, plan, recipes, tokenize]
         for module in pkgutil.iter_modules(package.__path__)
     ]
 

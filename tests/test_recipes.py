@@ -33,7 +33,7 @@ from tokenpipe.datapipes.errors import (
     TokenpipeError,
     WeightsError,
 )
-from tokenpipe.datapipes.overlaps import overlap
+from tokenpipe.datapipes.plan import overlap
 from tokenpipe.reading_services import DataLoader2
 
 SOAK = bool(os.environ.get("TOKENPIPE_SOAK"))
@@ -77,6 +77,10 @@ def test_every_node_writes_a_recipe_that_builds_it_again(sources, tmp_path, subt
         with subtests.test(name):
             if "Mapper" in name:
                 with pytest.raises(RecipeError, match="a function"):
+                    graph.recipe()
+                continue
+            if name == "TokenReader of a part":
+                with pytest.raises(RecipeError, match="changed after it was built"):
                     graph.recipe()
                 continue
             text = graph.recipe()

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .batch import batcher_of
-from .bound import Limiter, Once
-from .core import MAX_NUMBER, IndexedDataPipe, as_count, sample_node
-from .gather import Routes
-from .ledger import steps_of
+from ..audit.ledger import steps_of
+from ..batch import batcher_of
+from ..bound import Limiter, Once
+from ..core import MAX_NUMBER, IndexedDataPipe, as_count, sample_node
+from ..gather import Routes
+from ..shard import RankSharder
+from ..steps import StepTable, nearest_multiples
+from .counts import SourceCounts
 from .overlaps import overlap
-from .shard import RankSharder
-from .sources import SourceCounts
-from .steps import StepTable, nearest_multiples
 
 __all__ = ["Plan", "PlannedSource", "PlannedSteps", "Timeline", "plan"]
 
@@ -121,7 +121,7 @@ class Plan:
         return _plain(dataclasses.asdict(self) | {"batches": [batch._asdict() for batch in self.batches]})
 
     def __str__(self) -> str:
-        from .plan_view import render_plan
+        from .view import render_plan
 
         return render_plan(self)
 
@@ -130,7 +130,7 @@ class Plan:
 
         Raises ConfigurationError without matplotlib (the extra `plot`), or for another kind of file.
         """
-        from .plan_view import draw_plan
+        from .view import draw_plan
 
         draw_plan(self, path)
 

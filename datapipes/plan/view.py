@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .atomic import replacing
-from .errors import ConfigurationError
+from ..atomic import replacing
+from ..errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .rehearse import Plan
 
 __all__ = ["draw_plan", "render_plan"]
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .core import IndexedDataPipe, Int64s
-from .fingerprint import file_digest
-from .formats import TokenLayout
-from .read import TokenSpace
+from ..core import IndexedDataPipe, Int64s
+from ..fingerprint import file_digest
+from ..formats import TokenLayout
+from ..read import TokenSpace
 
 __all__ = ["Overlap", "overlap"]
 

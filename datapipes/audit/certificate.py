@@ -37,12 +37,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ..atomic import replacing
+from ..collate import IGNORED_LABEL
+from ..combine import Mapper
+from ..core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count
+from ..errors import ArgumentTypeError, CertificateError, ConfigurationError, OutOfRangeError
 from . import ledger
-from .atomic import replacing
-from .collate import IGNORED_LABEL
-from .combine import Mapper
-from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count
-from .errors import ArgumentTypeError, CertificateError, ConfigurationError, OutOfRangeError
 
 __all__ = ["Certificate", "batch_certificate", "certify"]
 

@@ -5,16 +5,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .batch import batcher_of
-from .core import IndexedDataPipe, Int64s, as_count, as_numbers, sample_node
-from .errors import ConfigurationError, OutOfRangeError, SourceGoneError
-from .fingerprint import order_of
-from .gather import Routes, makes_items
-from .grow import GoneSource
-from .read import TokenReader, TokenSpace
-from .shard import RankSharder
-from .slice import TokenWindows
-from .steps import StepTable
+from ..batch import batcher_of
+from ..core import IndexedDataPipe, Int64s, as_count, as_numbers, sample_node
+from ..errors import ConfigurationError, OutOfRangeError, SourceGoneError
+from ..fingerprint import order_of
+from ..gather import Routes, makes_items
+from ..grow import GoneSource
+from ..read import TokenReader, TokenSpace
+from ..shard import RankSharder
+from ..slice import TokenWindows
+from ..steps import StepTable
 
 __all__ = [
     "ContentsRecord",

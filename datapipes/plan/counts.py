@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .blend import Blender
-from .core import MAX_NUMBER, IndexedDataPipe
-from .errors import ConfigurationError
-from .fingerprint import order_of
-from .read import TokenReader
-from .slice import TokenWindows
+from ..blend import Blender
+from ..core import MAX_NUMBER, IndexedDataPipe
+from ..errors import ConfigurationError
+from ..fingerprint import order_of
+from ..read import TokenReader
+from ..slice import TokenWindows
 
 __all__ = ["SourceCounts", "Taken"]
 
