@@ -158,6 +158,7 @@ class Blender(IndexedDataPipe):
                 raise WeightsError(f"max_epochs names {unknown[0]!r}; the sources are {', '.join(self.sources)}")
         else:
             given = dict.fromkeys(self.sources, max_epochs)
+        self.max_epochs = given
         for name, epochs in given.items():
             if not epochs:
                 raise WeightsError(

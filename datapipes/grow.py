@@ -61,6 +61,10 @@ class Generations(Blender):
         return (*lengths, *(0 for _ in range(len(self.children) - len(lengths))))
 
     @property
+    def samples_per_pass(self) -> int:
+        return sum(len(part) for part in self.children)
+
+    @property
     def settings(self) -> dict[str, Any]:
         return {"after": list(self._after)}
 

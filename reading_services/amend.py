@@ -58,7 +58,7 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
         elif source_identity(child) != saved:
             if (had := _files_before(child, row.source, saved)) is not None:
                 reader = reader_of(child)
-                cap = row.cap * len(child) // row.length if row.cap else 0
+                cap = blend.given_caps[blend.sources.index(row.source)] or 0
                 journal = journal.with_grown(GrownEntry(step, sample, row.source, had, len(reader.files), cap))
             else:
                 _check_length(state, row.source, child, graph)

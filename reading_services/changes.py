@@ -221,5 +221,5 @@ def grown_journal(
             roster = journal.roster(name) or Roster.of(node, name)  # its lengths are what they were
             journal = journal.with_roster(roster)
             row = next(row for row in roster.rows if row.source == source)
-            cap = row.cap * len(whole) // row.length if row.cap else 0  # as many epochs of more
+            cap = int(node.max_epochs[source] * len(whole)) if row.cap else 0  # as many epochs of more
     return journal.with_grown(GrownEntry(moment.step, moment.sample, source, had, len(reader.files), cap))

@@ -177,8 +177,8 @@ def _other_mixture(journal: Journal, roster: Roster, graph: IndexedDataPipe) -> 
     here = dict(zip(blend.sources, blend.weights, strict=True))
     if not (blend.exact and roster.exact) and not any(same_mixture(here, mixture) for mixture in (began, now)):
         yield (
-            f"blend {roster.blend!r}: weights {_shares(here)} here; the run began with {_shares(began)} and now has "
-            f"{_shares(now)}"
+            f"blend {roster.blend!r}: weights {_shares(here)} here; the run began with {_shares(began)}"
+            f"{' as an exact union (weights=None)' if roster.exact else ''} and now has {_shares(now)}"
         )
     caps = {row.source: {row.cap} for row in roster.rows}
     for entry in journal.grown:
