@@ -5,7 +5,7 @@ import itertools
 from ..datapipes._torch import DataPipe
 from ..datapipes.audit.ledger import sources_of
 from ..datapipes.batch import batcher_of
-from ..datapipes.blend import Blender, WeightChange
+from ..datapipes.blend import Blender
 from ..datapipes.core import MAX_NUMBER, IndexedDataPipe
 from ..datapipes.errors import ArgumentTypeError, JournalError
 from ..datapipes.exclude import Excluder
@@ -22,6 +22,7 @@ from ..datapipes.journal import (
     path_to_source,
 )
 from ..datapipes.jump import Jumper
+from ..datapipes.phases import WeightChange
 from ..datapipes.steps import StepTable
 from .base import Adapter
 from .surgery import rewritten

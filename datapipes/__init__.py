@@ -5,7 +5,7 @@ The files of this package in the order in which a token passes them:
     tokenize/     texts to token files               formats/    the kinds of token file
     read.py       files as one token space           documents.py  chosen documents of it (scores.py)
     slice.py      windows (resize.py: other lengths) permute.py  the shuffle
-    blend.py      the mixture (weights.py: its law)  reorder.py  orders brought along
+    blend.py      the mixture (weights.py, phases.py)  reorder.py  orders brought along
     bound.py      skip, limit, once                  exclude.py  rows kept, labels masked
     shard.py      one rank's part (topology.py)      batch.py    micro-batches (steps.py: steps)
     collate.py    tensors                            combine.py  map, zip, concat

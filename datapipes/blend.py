@@ -1,9 +1,8 @@
 """The mixture: which source delivers sample number k, and as which of its own samples."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -11,39 +10,12 @@ from ._torch import functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count
 from .errors import ArgumentTypeError, ConfigurationError, SourceExhaustedError, WeightsError
 from .kernels import kernel
-from .weights import LARGEST_TOTAL, WeightTree, as_shares, quantise, tempered, weight_tree
+from .phases import Phases, WeightChange, phases_of
+from .weights import LARGEST_TOTAL, as_shares, quantise, tempered
 
-__all__ = ["Blender", "WeightChange"]
+__all__ = ["Blender"]
 
 ON_EXHAUSTED = ("stop", "renormalise", "error")
-
-
-class WeightChange(NamedTuple):
-    """From the blend's number `number` on, its sources have these integer weights, and, where they are given,
-    these caps.
-    """
-
-    number: int
-    weights: "tuple[int, ...] | None"
-    caps: "tuple[int | None, ...] | None" = None
-
-
-@dataclass(frozen=True)
-class _Phases:
-    """The blend as arrays: a phase is a stretch of numbers with one set of weights."""
-
-    first: Int64s  # (phases,) the phase's first number
-    root: Int64s  # (phases,)
-    offset: Int64s  # (phases, sources) what each source has given before the phase
-    leaf: Int64s  # (phases, sources)
-    parent: Int64s  # (nodes,)
-    left: Int64s
-    right: Int64s
-    weight: Int64s
-    total: Int64s
-    trees: tuple[WeightTree, ...]
-    end: int
-    exhausted: "str | None"  # the source whose cap ends the numbers
 
 
 @functional_datapipe("blend")
@@ -252,51 +224,12 @@ class Blender(IndexedDataPipe):
         return quantise(self.sources, tempered(as_shares(self.sources, weights), temperature))
 
     @cached_property
-    def phases(self) -> _Phases:
-        first: list[int] = [0]
-        trees: list[WeightTree] = [weight_tree(self.weights)]
-        offsets: list[list[int]] = [[0] * len(self.sources)]
-        pending = self.all_changes()
-        stops, caps = self.on_exhausted != "renormalise", self.caps
-        end, exhausted = MAX_NUMBER, None
-        asked = self.weights  # before those of sources that are through became 0
-        while True:
-            start, tree, offset = first[-1], trees[-1], offsets[-1]
-            # where a capped source would be drawn once too often; or, where the others go on, is through
-            reached, source = min(
-                (
-                    (start + (tree.place(s, cap - offset[s]) if stops else tree.place(s, cap - offset[s] - 1) + 1), s)
-                    for s, cap in enumerate(caps)
-                    if cap is not None and tree.weights[s]
-                ),
-                default=(MAX_NUMBER, -1),
-            )
-            change = pending[0].number if pending else MAX_NUMBER
-            at = min(change, reached)
-            if at >= MAX_NUMBER:
-                break
-            if stops and reached < change:
-                end, exhausted = reached, self.sources[source]
-                break
-            weights = tree.weights
-            if change <= reached:
-                changed = pending.pop(0)
-                weights = changed.weights or asked
-                asked = weights
-                caps = caps if changed.caps is None else self._ended(changed.caps)
-            counts = [a + b for a, b in zip(offset, tree.counts(at - start), strict=True)]
-            if not stops:
-                full = [cap is not None and count >= cap for cap, count in zip(caps, counts, strict=True)]
-                weights = tuple(0 if f else w for f, w in zip(full, weights, strict=True))
-                if not any(weights):
-                    end, exhausted = at, self.sources[max(source, 0)]
-                    break
-            if at == start:
-                del first[-1], trees[-1], offsets[-1]
-            first.append(at)
-            trees.append(weight_tree(weights))
-            offsets.append(counts)
-        return _arrays(first, trees, offsets, end, exhausted)
+    def phases(self) -> Phases:
+        changes = [
+            change if change.caps is None else change._replace(caps=self._ended(change.caps))
+            for change in self.all_changes()
+        ]
+        return phases_of(self.sources, self.weights, changes, self.caps, self.on_exhausted != "renormalise")
 
     # The contract -------------------------------------------------------------------------------------
 
@@ -381,45 +314,3 @@ def _readers_by_name(node: IndexedDataPipe) -> "dict[str, set[int]]":
         for name, readers in _readers_by_name(child).items():
             found.setdefault(name, set()).update(readers)
     return found or {node.name: {id(node)}}
-
-
-def _arrays(
-    first: "list[int]",
-    trees: "list[WeightTree]",
-    offsets: "list[list[int]]",
-    end: int,
-    exhausted: "str | None",
-) -> _Phases:
-    """All trees in one set of arrays: the node numbers of later trees are shifted."""
-    shifts = np.cumsum([0, *(len(tree.left) for tree in trees)])
-
-    def joined(name: str) -> Int64s:
-        parts = [
-            np.where((part := np.array(getattr(tree, name), np.int64)) >= 0, part + shift, part)
-            if name in ("left", "right", "parent")
-            else np.array(getattr(tree, name), np.int64)
-            for tree, shift in zip(trees, shifts, strict=False)
-        ]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
-
-    def shifted(values: "list[Any]") -> Int64s:
-        rows = [
-            np.where((row := np.atleast_1d(np.array(value, np.int64))) >= 0, row + shift, row)
-            for value, shift in zip(values, shifts, strict=False)
-        ]
-        return np.ascontiguousarray(np.stack(rows))
-
-    return _Phases(
-        first=np.array(first, np.int64),
-        root=shifted([tree.root for tree in trees])[:, 0].copy(),
-        offset=np.array(offsets, np.int64).reshape(len(first), -1),
-        leaf=shifted([tree.leaf for tree in trees]),
-        parent=joined("parent"),
-        left=joined("left"),
-        right=joined("right"),
-        weight=joined("weight"),
-        total=joined("total"),
-        trees=tuple(trees),
-        end=end,
-        exhausted=exhausted,
-    )

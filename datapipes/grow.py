@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from .blend import Blender, WeightChange
+from .blend import Blender
 from .combine import Mapper
 from .core import IndexedDataPipe, Int64s
 from .errors import JournalError, SourceGoneError
 from .permute import Permuter
+from .phases import WeightChange
 from .read import TokenReader
 from .slice import SequenceSlicer, TokenWindows
 from .weights import weight_tree

@@ -17,7 +17,8 @@ from ..datapipes.journal import Journal, blend_to_change
 from ..datapipes.steps import Schedule, StepTable
 from .amend import amended
 from .changes import Moment
-from .state import MOST_BYTES, State, check_same_order, identity_of, mismatches, parse_state, size_of
+from .parse import parse_state
+from .state import MOST_BYTES, State, check_same_order, identity_of, mismatches, size_of
 
 __all__ = ["IndexedRun"]
 

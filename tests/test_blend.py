@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nodes import Numbers
 from tokenpipe.datapipes import MAX_NUMBER, TokenReader, Topology, linear_ramp
-from tokenpipe.datapipes.blend import Blender, WeightChange
+from tokenpipe.datapipes.blend import Blender
 from tokenpipe.datapipes.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -21,6 +21,7 @@ from tokenpipe.datapipes.errors import (
     SourceExhaustedError,
     WeightsError,
 )
+from tokenpipe.datapipes.phases import WeightChange
 from tokenpipe.datapipes.weights import SCALE, WeightTree, quantise
 from tokenpipe.reading_services import DataLoader2
 

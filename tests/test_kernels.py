@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenpipe.datapipes import MAX_NUMBER, _kernels_numpy, kernels
-from tokenpipe.datapipes.blend import WeightChange, _arrays
+from tokenpipe.datapipes.phases import WeightChange, _arrays
 from tokenpipe.datapipes.weights import WeightTree
 
 LAST = MAX_NUMBER - 1
