@@ -26,6 +26,13 @@ MOST_MAPS = 32_768
 """Maps of one process; Linux allows 65,530 by default."""
 
 _GATHERS: "weakref.WeakSet[TokenGather]" = weakref.WeakSet()
+_REGISTERING = threading.Lock()  # a set that grows while another thread walks it raises
+
+
+def all_gathers() -> "list[TokenGather]":
+    """Every gather of this process."""
+    with _REGISTERING:
+        return list(_GATHERS)
 
 
 class TokenGather:
@@ -66,7 +73,8 @@ class TokenGather:
         self.address = np.zeros(pieces, np.uint64)  # 0: not mapped
         self.arrays: list[np.ndarray | None] = [None] * len(layouts)
         self._open: dict[int, FileMap] = {}
-        _GATHERS.add(self)
+        with _REGISTERING:
+            _GATHERS.add(self)
         self._lock = threading.Lock()  # a map may not be dropped while another thread copies from it
 
     def rows(self, starts: Int64s, width: int, columns: "Sequence[tuple[int, int]] | None" = None) -> Int64s:
@@ -116,9 +124,9 @@ class TokenGather:
                 bytes_before = self.place[pieces] * file.dtype.itemsize + (view.address + file.offset)
                 self.address[pieces] = bytes_before.astype(np.uint64)
                 self.arrays[entry] = array
-        over = sum(len(gather._open) for gather in list(_GATHERS)) - MOST_MAPS
+        over = sum(len(gather._open) for gather in all_gathers()) - MOST_MAPS
         over -= self._drop(over, needed)
-        for other in [gather for gather in list(_GATHERS) if gather is not self]:
+        for other in [gather for gather in all_gathers() if gather is not self]:
             if over > 0 and other._lock.acquire(blocking=False):  # one that copies just now keeps its maps
                 try:
                     over -= other._drop(over, set())
