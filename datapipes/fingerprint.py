@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .core import IndexedDataPipe
 
 __all__ = [
+    "brief_names",
     "describe_order",
     "file_digest",
     "files_fingerprint",
@@ -94,7 +95,7 @@ def source_contents(graph: "IndexedDataPipe") -> "dict[str, str]":
     return found
 
 
-def _brief(names: "list[str]") -> "list[str] | str":
+def brief_names(names: "list[str]") -> "list[str] | str":
     """The names in order where they are few and short, else their digest: states are small."""
     if len(names) <= 8 and sum(map(len, names)) <= 48:
         return names
@@ -119,7 +120,7 @@ def source_lines(graph: "IndexedDataPipe") -> "dict[str, str]":
             while f"{kind}{place}" in lines:
                 kind += "'"
             several = len(node.children) > 1
-            which = {"sources": _brief([child.name for child in node.children])} if several else {}
+            which = {"sources": brief_names([child.name for child in node.children])} if several else {}
             settings = {**node.order_settings, **which}
             lines[f"{kind}{place}"] = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         for i, child in enumerate(node.children):

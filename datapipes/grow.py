@@ -8,6 +8,7 @@ import numpy as np
 from .blend import Blender
 from .combine import Mapper
 from .core import IndexedDataPipe, Int64s
+from .documents import DocumentSelector
 from .errors import JournalError, SourceGoneError
 from .permute import Permuter
 from .phases import WeightChange
@@ -124,9 +125,9 @@ def reader_of(source: IndexedDataPipe) -> TokenReader:
     """The reader at the end of a source that can grow. Raises JournalError for one that cannot."""
     node = source
     while not isinstance(node, TokenReader):
-        if not isinstance(node, (SequenceSlicer, Permuter, Mapper)):
+        if not isinstance(node, (DocumentSelector, SequenceSlicer, Permuter, Mapper)):
             raise JournalError(
-                f"source {source.name!r} cannot grow through {type(node).__name__}; one of TokenReader, "
+                f"source {source.name!r} cannot grow through {type(node).__name__}; one of select_documents, "
                 "slice_sequences, permute and map alone can"
             )
         node = node.datapipe

@@ -257,7 +257,8 @@ def path_to_source(graph: IndexedDataPipe, source: str) -> Path:
     """
 
     def walk(node: IndexedDataPipe, path: Path, top: "Path | None") -> Iterator[Path]:
-        alone = len(node.children) <= 1 and not isinstance(node, (Blender, Jumper)) and not node.trunk
+        runs_own = node.trunk and all(above.trunk for above, _ in path)  # the run's skips, limits, maps
+        alone = len(node.children) <= 1 and not isinstance(node, (Blender, Jumper)) and not runs_own
         top = ([*path, (node, -1)] if top is None else top) if alone else None
         if not node.children and node.name == source:
             yield top or [*path, (node, -1)]

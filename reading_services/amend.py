@@ -5,11 +5,19 @@ from dataclasses import replace
 from typing import Any
 
 from ..adapters.journal import with_rosters
+from ..datapipes.audit.ledger import sources_of
 from ..datapipes.blend import Blender
 from ..datapipes.core import IndexedDataPipe
-from ..datapipes.errors import JournalError, StateMismatchError
-from ..datapipes.fingerprint import identity_from, prefix_fingerprints, source_identity, source_lines
-from ..datapipes.grow import reader_of
+from ..datapipes.errors import JournalError, StateMismatchError, TokenpipeError
+from ..datapipes.fingerprint import (
+    brief_names,
+    identity_from,
+    order_of,
+    prefix_fingerprints,
+    source_identity,
+    source_lines,
+)
+from ..datapipes.grow import part_of_source, reader_of
 from ..datapipes.journal import GrownEntry, Journal, Roster, RosterRow, WeightsEntry, path_to_blend
 from ..datapipes.weights import quantise
 from .state import State, identity_of, mismatches, same_mixture
@@ -33,7 +41,7 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
     try:
         blend = path_to_blend(graph)[-1][0]
     except JournalError:
-        raise _refused(state, graph, "only sources of a blend at the graph's top can be amended") from None
+        return _grown_alone(state, graph, step, sample)
     assert isinstance(blend, Blender)
     roster = journal.roster("") or _roster_of(state, blend, graph)
     changes = [entry.weights for entry in journal.weights if not entry.blend]
@@ -44,7 +52,8 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
     new_mixture = not any(same_mixture(here, mixture) for mixture in (began, weights))
     came_or_went = False
     for row in roster.rows:
-        child, saved = present.get(row.source), _saved_identity(state, row.source)
+        child = present.get(row.source)
+        saved = _saved_identity(state, row.source, child)
         if row.dropped:
             if child is None or not (new_mixture and here[row.source]):
                 continue
@@ -55,10 +64,14 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
             came_or_went = True
         elif child is None:
             roster, came_or_went = roster.changed(row.source, dropped=saved), True
+        elif saved == UNKNOWN:
+            raise _refused(state, graph, f"it says too little of source {row.source!r} to tell whether that changed")
         elif source_identity(child) != saved:
-            if (had := _files_before(child, row.source, saved)) is not None:
+            if (had := _files_before(child, saved)) is not None:
                 reader = reader_of(child)
                 cap = blend.given_caps[blend.sources.index(row.source)] or 0
+                if journal.roster("") is None:  # only the state's own words so far, and they hold no lengths
+                    roster = roster.changed(row.source, length=len(part_of_source(child, 0, had)))
                 journal = journal.with_grown(GrownEntry(step, sample, row.source, had, len(reader.files), cap))
             else:
                 _check_length(state, row.source, child, graph)
@@ -79,6 +92,15 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
     return journal
 
 
+def _grown_alone(state: State, graph: IndexedDataPipe, step: int, sample: int) -> Journal:
+    """The state's journal with more files of the one source of a graph without a blend."""
+    source = order_of(graph)
+    had = _files_before(source, identity_from(state.order, state.sources))
+    if had is None:
+        raise _refused(state, graph, "of a graph without a blend at its top only the files of its source can grow")
+    return state.journal.with_grown(GrownEntry(step, sample, source.name, had, len(reader_of(source).files), 0))
+
+
 def _refused(state: State, graph: IndexedDataPipe, why: str) -> StateMismatchError:
     differences = "\n  ".join(mismatches(state, graph))
     return StateMismatchError(f"this state cannot be amended: {why}. What differs:\n  {differences}")
@@ -86,9 +108,10 @@ def _refused(state: State, graph: IndexedDataPipe, why: str) -> StateMismatchErr
 
 def _roster_of(state: State, blend: Blender, graph: IndexedDataPipe) -> Roster:
     """What the run began with, from the state's own words."""
-    names = list(state.sources)
     try:
         settings = json.loads(state.order["blend"])
+        said = settings["sources"]  # the names, or where those are many or long, a digest of them
+        names = next(list(names) for names in (said, state.sources, blend.sources) if brief_names(list(names)) == said)
         weights = settings["weights"]
         caps = settings.get("caps") or [0] * len(weights)
         lengths = dict(zip(blend.sources, map(len, blend.children), strict=True))
@@ -96,7 +119,7 @@ def _roster_of(state: State, blend: Blender, graph: IndexedDataPipe) -> Roster:
             RosterRow(name, int(weight), int(cap), int(weight) if settings["exact"] else lengths.get(name, 0), "")
             for name, weight, cap in zip(names, weights, caps, strict=True)
         ]
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, StopIteration):
         raise _refused(
             state,
             graph,
@@ -106,39 +129,52 @@ def _roster_of(state: State, blend: Blender, graph: IndexedDataPipe) -> Roster:
     return Roster("", int(bool(settings["exact"])), tuple(rows))
 
 
-def _saved_identity(state: State, source: str) -> str:
-    """What `source_identity` gave for a source when the state was saved."""
-    place = source.replace("~", "~0").replace("/", "~1")
+def _saved_identity(state: State, source: str, child: "IndexedDataPipe | None") -> str:
+    """What `source_identity` gave for a source when the state was saved; `child` is what it is now, if it is."""
+    place = _place(source)
+    here = {source: ""} if child is None else source_lines(child)
     lines: dict[str, str] = {}
     for key, value in state.order.items():
         kind, at, where = key.partition("@")
-        if at and where.startswith(f"{place}/"):
-            return UNKNOWN  # a blend or union of its own
         if at and where == place:
             lines[kind] = value
+        elif at and where.startswith(f"{place}/"):
+            lines[f"{kind}@{where[len(place) + 1 :]}"] = value
         elif key.endswith(":*"):
-            lines[key[:-2]] = value
-    if source not in state.sources:
+            kind = key[:-2]
+            lines |= dict.fromkeys([line for line in here if line.partition("@")[0] == kind] or [kind], value)
+    names = {source} if child is None else {space.origin.name for _, space in sources_of(child)}
+    if any(name.startswith("#") for name in state.order) or not names <= state.sources.keys():
         return UNKNOWN
-    return identity_from(lines, {source: state.sources[source]})
+    return identity_from(lines, {name: state.sources[name] for name in names})
 
 
-def _files_before(source: IndexedDataPipe, name: str, saved: str) -> "int | None":
+def _place(source: str) -> str:
+    """A source's name as the lines of an order have it."""
+    return source.replace("~", "~0").replace("/", "~1")
+
+
+def _files_before(source: IndexedDataPipe, saved: str) -> "int | None":
     """How many of the source's first files are the saved source, if some are."""
     try:
         reader = reader_of(source)
     except JournalError:
         return None
-    whole = source_identity(source)
-    lines = source_lines(source)
-    for count, content in enumerate(prefix_fingerprints(reader.files)[:-1], 1):
-        if identity_from(lines, {name: content}) == saved != whole:
-            return count
-    return None
+    lines, name = source_lines(source), reader.name
+    if not lines.keys() - {"permute", "slice_sequences"}:  # the files alone decide: each is read once
+        identities = [identity_from(lines, {name: content}) for content in prefix_fingerprints(reader.files)[:-1]]
+    else:
+        identities = []
+        for count in range(1, len(reader.files)):
+            try:
+                identities.append(source_identity(part_of_source(source, 0, count)))
+            except TokenpipeError:  # too few documents for one window, say
+                identities.append("")
+    return identities.index(saved) + 1 if saved in identities else None
 
 
 def _check_length(state: State, source: str, child: IndexedDataPipe, graph: IndexedDataPipe) -> None:
-    place = source.replace("~", "~0").replace("/", "~1")
+    place = _place(source)
     line = state.order.get(f"slice_sequences@{place}") or state.order.get("slice_sequences:*")
     if line and json.loads(line).get("sequence_length") != child.sequence_length:
         raise _refused(state, graph, "another sequence length goes by resize_sequences(S2, after=...)")

@@ -14,7 +14,7 @@ from ..datapipes.bound import Once
 from ..datapipes.core import IndexedDataPipe, as_count
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError, JournalError, OutOfRangeError, WeightsError
 from ..datapipes.exclude import checked_ranges
-from ..datapipes.fingerprint import order_of, source_identity
+from ..datapipes.fingerprint import file_digest, order_of, source_identity
 from ..datapipes.grow import part_of_source, reader_of, with_reader
 from ..datapipes.journal import (
     ExcludedEntry,
@@ -129,6 +129,12 @@ class Moment:
         path = path_to_source(self.built, source)
         old = reader_of(path[-1][0])
         more = TokenReader(paths, dtype, name=source, vocab_size=old.vocab_size)
+        for file in more.files:
+            alike = [known for known in old.files if known.tokens == file.tokens]
+            if file_digest(file) in map(file_digest, alike):
+                raise JournalError(
+                    f"{file.path}: source {source!r} has these contents already; its rows would come again"
+                )
         reader = old.with_more(more)
         built = rewritten(self.built, {id(path[-1][0]): with_reader(path[-1][0], reader)})
         whole = path_to_source(built, source)[-1][0]

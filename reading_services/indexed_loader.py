@@ -175,7 +175,7 @@ class IndexedLoader(ABC):
 
     @property
     def consumed_by_source(self) -> "dict[str, int]":
-        """How many samples each source has given so far, repeats counted."""
+        """How far each source is, in samples; repeats count, and so does what a jump left out."""
         run = self._indexed("consumed_by_source")
         return ledger.consumed_by_source(run.graph, run.consumed_samples)
 

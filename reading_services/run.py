@@ -127,9 +127,9 @@ class IndexedRun:
                 f"the journal is full ({len(self.journal.entries)} changes): a state has at most "
                 f"{MOST_BYTES // 1024} KiB"
             )
-        through = self.through
-        self.move(self.consumed_samples, journal, built)
-        self.through = through
+        consumed, through = self.consumed_samples, self.through
+        self.move(consumed, journal, built)
+        self.through = through and consumed == self.graph.last_sample  # the change may have moved the end
 
     # State ------------------------------------------------------------------------------------------------
 

@@ -133,7 +133,7 @@ def steps_of(graph: IndexedDataPipe) -> tuple[StepTable, int]:
 
 
 def consumed_by_source(graph: IndexedDataPipe, samples: int) -> "dict[str, int]":
-    """How many samples of each source the run's first `samples` have taken (repeats counted)."""
+    """How many samples of each source the run's first `samples` have taken; repeats count, and what jumps left out."""
     found: dict[str, int] = {}
 
     def walk(node: IndexedDataPipe, consumed: int) -> None:
