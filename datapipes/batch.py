@@ -9,6 +9,7 @@ from ._torch import functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count, in_blocks, sample_node
 from .errors import BatchSizeError, ConfigurationError
 from .gather import plan_of, stacked
+from .pages import READ_AHEAD_BATCHES, WATCH, ReadAhead
 from .steps import StepTable, as_schedule
 
 __all__ = ["Rows", "SampleBatcher", "batcher_of"]
@@ -168,14 +169,30 @@ class SampleBatcher(IndexedDataPipe):
         assert gather is not None
         pad = self.tail == "pad"
         kept = np.ones(b, np.bool_) if pad else None
+        ahead = None
         for at in range(0, numbers.size, b):
+            if WATCH.reading and columns is None:
+                if ahead is None:
+                    ahead = ReadAhead(gather, places, b, width, lambda: self._places_after(int(batches[-1])))
+                ahead.before(at)
             rows: Any = slice(at, at + b)
             if valid is not None and pad:
                 kept = valid[rows]
             elif valid is not None:
                 rows = np.flatnonzero(valid[rows]) + at
             hidden = None if masked is None else masked[rows]
-            yield Rows(gather.rows(places[rows], width, columns), samples[rows], sources[rows], kept, hidden)
+            tokens = gather.rows(places[rows], width, columns, ahead is not None)
+            yield Rows(tokens, samples[rows], sources[rows], kept, hidden)
+
+    def _places_after(self, batch: int) -> Int64s:
+        """Places of the batches after this one that may be read ahead; none where they cannot be routed."""
+        order, b = sample_node(self.datapipe), self.micro_batch_size
+        numbers = np.arange((batch + 1) * b, (batch + 1 + READ_AHEAD_BATCHES) * b, dtype=np.int64)
+        try:
+            samples = self.datapipe.sample_numbers(numbers[numbers < self.datapipe.end])
+            return plan_of(order).starts(samples[samples < order.last_sample] - order.first_sample)[1]
+        except Exception:  # it comes with its own batch
+            return numbers[:0]
 
     def _masked(self, samples: Int64s, valid: "np.ndarray | None") -> "np.ndarray | None":
         """bool (n,): rows that `exclude` masks; None where it masks none of them."""

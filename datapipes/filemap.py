@@ -16,7 +16,7 @@ import numpy as np
 
 from .errors import TokenFileError
 
-__all__ = ["FileMap"]
+__all__ = ["FileMap", "advise"]
 
 
 @cache
@@ -25,7 +25,13 @@ def _libc() -> Any:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc
+
+
+def advise(address: int, length: int, advice: int) -> None:
+    """Tells the kernel what will be done with mapped pages (madvise(2)); a hint, so nothing is said if it fails."""
+    _libc().madvise(address, length, advice)
 
 
 class FileMap:
@@ -33,6 +39,9 @@ class FileMap:
 
     Whoever copies from the address keeps the map alive meanwhile. Raises TokenFileError.
     """
+
+    mapped = 0
+    """Bytes that all maps of this process have."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.address, self.size = 0, size
@@ -51,6 +60,8 @@ class FileMap:
                 code = ctypes.get_errno()
                 raise TokenFileError(code, f"cannot be mapped: {os.strerror(code)}", str(path))
             self.address = address
+            FileMap.mapped += size
+            advise(address, size, mmap.MADV_RANDOM)  # no read-around: windows are asked for as they are (pages.py)
         finally:
             os.close(handle)
 
@@ -61,11 +72,17 @@ class FileMap:
         array.flags.writeable = False
         return array
 
+    def let_go(self, begin: int, count: int) -> None:
+        """`count` bytes from page border `begin` on are no longer resident; they stay in the page cache."""
+        if self.address and count:
+            advise(self.address + begin, count, mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Unmaps the file; calling it again does nothing."""
         if self.address:
             _libc().munmap(self.address, self.size)
             self.address = 0
+            FileMap.mapped -= self.size
 
     def __del__(self) -> None:
         self.close()

@@ -5,6 +5,8 @@ copied by a single call into compiled code. Else (a mapped sample, zipped graphs
 each node makes its own items, and they are put back in order.
 """
 
+import contextlib
+import mmap
 import threading
 import weakref
 from collections.abc import Sequence
@@ -13,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s
-from .errors import ConfigurationError, TokenIdError
-from .filemap import FileMap
+from .errors import ConfigurationError, TokenFileError, TokenIdError
+from .filemap import FileMap, advise
 from .kernels import kernel
+from .pages import WATCH
 from .read import TokenSpace
 from .slice import TokenWindows
 
@@ -73,12 +76,21 @@ class TokenGather:
         self.address = np.zeros(pieces, np.uint64)  # 0: not mapped
         self.arrays: list[np.ndarray | None] = [None] * len(layouts)
         self._open: dict[int, FileMap] = {}
+        self._turn = (0, 0)  # which map, and from which of its bytes on, is let go of next
         with _REGISTERING:
             _GATHERS.add(self)
         self._lock = threading.Lock()  # a map may not be dropped while another thread copies from it
 
-    def rows(self, starts: Int64s, width: int, columns: "Sequence[tuple[int, int]] | None" = None) -> Int64s:
+    def rows(
+        self,
+        starts: Int64s,
+        width: int,
+        columns: "Sequence[tuple[int, int]] | None" = None,
+        asked: bool = False,
+    ) -> Int64s:
         """int64 (n, width): the tokens from each place on; a negative place gives a row of zeros."""
+        if WATCH.reading and not asked:
+            self.ask_for(starts, width)
         if columns is None:
             out = np.empty((starts.size, width), np.int64)
             self._fill(starts, width, out, 0)
@@ -91,6 +103,9 @@ class TokenGather:
             for start, stop in columns:
                 self._fill(np.where(starts < 0, -1, starts + start), stop - start, out, at)
                 at += stop - start
+        WATCH.rows_left -= starts.size
+        if WATCH.rows_left < 0:
+            WATCH.look(starts.size, let_go)
         if self.limit is not None and out.size:
             self._check_ids(out, starts, self.limit)
         return out
@@ -107,13 +122,56 @@ class TokenGather:
                     return
                 self._map(starts, width)
 
+    def ask_for(self, starts: Int64s, width: int) -> None:
+        """Asks the kernel to read the pages of these rows, without waiting for them."""
+        with self._lock:
+            row, piece = self._pieces(starts, width)
+            if not self.address[piece].all():
+                with contextlib.suppress(TokenFileError):  # it comes when the rows are read
+                    self._map(starts, width)
+                mapped = self.address[piece] > 0
+                row, piece = row[mapped], piece[mapped]
+            begin = np.maximum(self.first[piece], starts[row])
+            count = np.minimum(self.first[piece + 1], starts[row] + width) - begin
+            size = np.abs(self.itemcode[piece])
+            low = self.address[piece].astype(np.int64) + (begin - self.first[piece]) * size
+            high = low + count * size
+            low &= -mmap.PAGESIZE
+            order = np.argsort(low, kind="stable")
+            low, high = low[order], np.maximum.accumulate(high[order])
+            apart = np.flatnonzero(low[1:] > high[:-1]) + 1  # ranges that touch are one
+            for a, b in zip(low[np.append(0, apart)].tolist(), high[np.append(apart - 1, -1)].tolist(), strict=True):
+                advise(a, b - a, mmap.MADV_WILLNEED)
+
+    def let_go(self, share: float) -> None:
+        """Gives back the resident pages of this share of all that is mapped, the next in turn."""
+        if not self._lock.acquire(blocking=False):  # somebody copies from the maps just now
+            return
+        try:
+            views = list(self._open.values())
+            left = -int(-share * sum(view.size for view in views) // mmap.PAGESIZE) * mmap.PAGESIZE
+            for _ in range(len(views) + 1):
+                which, begin = self._turn
+                which %= len(views)
+                count = max(0, min(left, views[which].size - begin))
+                views[which].let_go(begin, count)
+                left -= count
+                self._turn = (which, begin + count) if begin + count < views[which].size else (which + 1, 0)
+        finally:
+            self._lock.release()
+
+    def _pieces(self, starts: Int64s, width: int) -> tuple[Int64s, Int64s]:
+        """All that these rows touch: ((m,) indices into starts, (m,) pieces)."""
+        row = np.flatnonzero(starts >= 0)
+        low = np.searchsorted(self.first, starts[row], side="right") - 1
+        count = np.searchsorted(self.first, starts[row] + width, side="left") - low
+        within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+        return np.repeat(row, count), np.repeat(low, count) + within
+
     def _map(self, starts: Int64s, width: int) -> None:
         """Maps every file that these rows touch."""
-        starts = starts[starts >= 0]
-        low = np.searchsorted(self.first, starts, side="right") - 1
-        high = np.searchsorted(self.first, starts + width, side="left")
-        touched = [np.arange(a, b) for a, b in zip(low.tolist(), high.tolist(), strict=True)]
-        needed = set(self.file[self._entries(np.concatenate(touched))].tolist())
+        _, piece = self._pieces(starts, width)
+        needed = set(self.file[self._entries(piece)].tolist())
         for f in sorted(needed - self._open.keys()):
             file = self.files[f]
             view = FileMap(file.local, file.size)
@@ -158,6 +216,12 @@ class TokenGather:
                 f"token {starts[row] - self.first[piece[row]] + self.place[piece[row]]} of the file; vocab_size is "
                 f"{limit[entry[row]]}"
             )
+
+
+def let_go(share: float) -> None:
+    """Gives back the resident pages of this share of what all gathers of this process have mapped."""
+    for gather in all_gathers():
+        gather.let_go(share)
 
 
 class Routes:
