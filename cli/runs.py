@@ -16,12 +16,17 @@ MOST_STATE_BYTES = 1 << 20
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, recipe_optional: bool = False) -> None:
-    """RECIPE, --state, --dp, --micro-batch."""
+    """RECIPE, --state, --amend, --dp, --micro-batch."""
     parser.add_argument("recipe", metavar="RECIPE", nargs="?" if recipe_optional else None, help="the run's recipe")
     parser.add_argument(
         "--state",
         metavar="FILE",
         help="where the run stood, as JSON: json.dumps(loader.state_dict()); its journal says what changed on the way",
+    )
+    parser.add_argument(
+        "--amend",
+        action="store_true",
+        help="the recipe was edited since: what it has otherwise holds from the state's next step on",
     )
     parser.add_argument(
         "--dp", type=int, default=1, metavar="N", help="show the run as N data-parallel ranks see it (1)"
@@ -35,7 +40,7 @@ def open_run(arguments: argparse.Namespace) -> DataLoader2:
     graph = load_recipe(arguments.recipe, topology, arguments.micro_batch)
     if arguments.state is None:
         return DataLoader2(graph)
-    return DataLoader2.from_state(read_state(arguments.state), graph)
+    return DataLoader2.from_state(read_state(arguments.state), graph, amend=arguments.amend)
 
 
 def read_state(path: str) -> str:

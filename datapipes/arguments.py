@@ -17,7 +17,7 @@ from .errors import RecipeError
 if TYPE_CHECKING:
     from .core import IndexedDataPipe
 
-__all__ = ["Given", "Unwritten", "arguments_of", "constructor_of", "kept_arguments", "takes_children"]
+__all__ = ["Given", "Unwritten", "arguments_of", "constructor_of", "given_with", "kept_arguments", "takes_children"]
 
 MOST_ITEMS = 100_000  # of one list: longer ones are data and belong into a file
 
@@ -92,3 +92,11 @@ def arguments_of(node: "IndexedDataPipe") -> dict[str, Any]:
         elif parameter.name in given and given[parameter.name] is parameter.default:
             del given[parameter.name]
     return given
+
+
+def given_with(node: "IndexedDataPipe", **changes: Any) -> "Given | None":
+    """What the node would have been given with these arguments changed; None where that is not known."""
+    if node._given is None:
+        return None
+    first = (Unwritten("datapipe"),) if takes_children(type(node))[0] else ()
+    return first, {**arguments_of(node), **changes}

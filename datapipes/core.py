@@ -287,7 +287,7 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
         """A copy with these attributes and no plan yet, unchecked."""
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, _plan=Unpickled(), **attributes)
-        if any(name != "children" and not name.startswith("_") for name in attributes):
+        if "_given" not in attributes and any(n != "children" and not n.startswith("_") for n in attributes):
             copy._given = None  # it is not any more what was built, so no recipe can say what it is
         return copy
 

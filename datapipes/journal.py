@@ -174,6 +174,23 @@ class Journal:
         kept = [r for r in self.rosters if r.blend != roster.blend]
         return replace(self, rosters=(*kept, roster))
 
+    def told(self, graph: IndexedDataPipe) -> "list[str]":
+        """A line a change, by step, for people. `graph` is what was built."""
+        lines: list[tuple[int, str]] = []
+        for e in self.weights:
+            roster = self.roster(e.blend)
+            names = roster.sources if roster else path_to_blend(graph, e.blend)[-1][0].sources
+            shares = [f"{name} {w / sum(e.weights):.1%}" for name, w in zip(names, e.weights, strict=False) if w]
+            lines.append((e.step, f"{f'blend {e.blend!r}: ' if e.blend else ''}weights {', '.join(shares)}"))
+        lines += [(g.step, f"source {g.source!r} has {g.files} files, {g.had} before") for g in self.grown]
+        lines += [(j.step, f"a jump over {j.samples:,} samples") for j in self.jumps]
+        lines += [
+            (x.step, f"rows with tokens {x.first:,} … {x.stop - 1:,} of source {x.source!r} are masked")
+            for x in self.excluded
+        ]
+        lines += [(b.step, f"steps of {b.size:,} samples") for b in (self.breakpoints or ())[1:]]
+        return [f"step {step:,}: {line}" for step, line in sorted(lines, key=lambda line: line[0])]
+
     def on_steps(self, breakpoints: "tuple[Breakpoint, ...]", start: Any) -> "Journal":
         """This journal over other breakpoints: changes keep their steps, which begin at start(step)."""
 

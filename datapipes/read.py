@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .arguments import given_with
 from .core import IndexedDataPipe, Int64s, Unpickled, as_count, in_blocks
 from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError, TokenIdError
 from .fingerprint import files_fingerprint
@@ -194,7 +195,9 @@ class TokenReader(TokenSpace):
     def with_more(self, more: "TokenReader") -> "TokenReader":
         """A reader of the same source with another reader's files behind its own."""
         boxes: dict[str, Any] = {box: Unpickled() for box in ("_first", "_gather", "_ids")}
-        return self.changed(files=(*self.files, *more.files), _content=None, **boxes)
+        files = (*self.files, *more.files)
+        given = given_with(self, paths=[file.path for file in files])
+        return self.changed(files=files, _content=None, _given=given, **boxes)
 
     def part(self, start: int, stop: "int | None" = None) -> "TokenReader":
         """A reader of the files [start, stop) alone, which knows its place in this one: tokens and documents keep

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..adapters.journal import with_rosters
 from ..adapters.surgery import rewritten
+from ..datapipes.arguments import arguments_of, given_with
 from ..datapipes.audit.ledger import sources_of
 from ..datapipes.blend import Blender
 from ..datapipes.bound import Once
@@ -35,7 +36,7 @@ from ..datapipes.read import TokenReader
 from ..datapipes.steps import StepTable, as_schedule
 from ..datapipes.weights import as_shares, quantise, tempered
 
-__all__ = ["Moment"]
+__all__ = ["Moment", "document_range"]
 
 Changed = tuple[IndexedDataPipe, Journal]
 
@@ -94,9 +95,7 @@ class Moment:
         assert isinstance(blender, Blender)
         built = self.built
         if source.name not in blender.sources:
-            children = (*blender.children, source)
-            grown = blender.with_sources(children, (*blender.weights, 0), (*blender.given_caps, None), blender.exact)
-            built = rewritten(built, {id(blender): grown})
+            built = rewritten(built, {id(blender): _with_source(blender, source)})
             for _, path in blends_in(built):
                 path[-1][0].check_names()
         journal = self.journal.with_roster(roster)
@@ -204,15 +203,39 @@ class Moment:
         """Rows that hold these tokens, or tokens of these documents, are masked."""
         ranges = [] if tokens is None else list(tokens)
         if documents is not None:
-            checked_ranges(self.built, {source: [(0, 1)]})  # says what there is, where it is not there
-            origin = next(space.origin for name, space in sources_of(self.built) if source in (name, space.origin.name))
             several = [documents] if isinstance(documents, (int, str)) else documents
-            ranges += [origin.document_range(document) for document in several]
+            ranges += [document_range(self.built, source, document) for document in several]
         if not ranges:
             raise ConfigurationError("exclude takes tokens=[(first, stop), …] or documents=[…] of a source")
         found = checked_ranges(self.built, {source: ranges})
         entries = [ExcludedEntry(self.step, self.sample, source, *pair) for pair in found[source]]
         return self.built, self.journal.with_excluded(*entries)
+
+
+def document_range(graph: IndexedDataPipe, source: str, document: "int | str") -> tuple[int, int]:
+    """Which of a source's tokens make up a document: (first, stop)."""
+    checked_ranges(graph, {source: [(0, 1)]})  # says what there is, where the source is not
+    origin = next(space.origin for name, space in sources_of(graph) if source in (name, space.origin.name))
+    return origin.document_range(document)
+
+
+def _with_source(blend: Blender, source: IndexedDataPipe) -> Blender:
+    """The blend with one more source that is not drawn yet, also in its recipe."""
+    children = (*blend.children, source)
+    grown = blend.with_sources(children, (*blend.weights, 0), (*blend.given_caps, None), blend.exact)
+    given = {} if blend._given is None else arguments_of(blend)
+
+    def with_none(weights: Any) -> Any:
+        return {**weights, source.name: 0} if isinstance(weights, dict) else [*weights, 0]
+
+    said: dict[str, Any] = {"max_epochs": blend.max_epochs or None}
+    if not blend.exact:
+        if "weights" not in given:  # by the sources' lengths, which a further source would change
+            said["temperature"] = None
+        said["weights"] = with_none(given.get("weights") or dict(zip(blend.sources, blend.weights, strict=True)))
+    if given.get("schedule"):
+        said["schedule"] = [[number, with_none(weights)] for number, weights in given["schedule"]]
+    return grown.changed(_given=given_with(blend, **said))
 
 
 def grown_journal(

@@ -2,6 +2,7 @@
 its changes while it runs.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from ..datapipes.errors import LoaderError
 from ..datapipes.journal import Journal
 from ..datapipes.plan import Plan, plan
 from ..datapipes.plan.counts import SourceCounts
-from .changes import Moment
+from .changes import Moment, document_range
 from .metrics import Waits, run_metrics
 from .run import IndexedRun
 
@@ -184,6 +185,26 @@ class IndexedLoader(ABC):
         """The step that the next item belongs to."""
         run = self._indexed("step")
         return run.steps.step_of(run.consumed_samples)
+
+    def recipe(self, folder: "str | os.PathLike[str] | None" = None) -> str:
+        """The graph as a later resume wants it, as YAML: with all files and sources that came while it ran.
+
+        Its weights are those that the run began with; the state's journal says what they are now. Raises RecipeError.
+        """
+        return self._indexed("recipe").built.recipe(folder)
+
+    @property
+    def journal(self) -> "list[str]":
+        """What was changed while the run ran, a line a change, in order."""
+        run = self._indexed("journal")
+        return run.journal.told(run.built)
+
+    def document_range(self, source: str, document: "int | str") -> tuple[int, int]:
+        """Which of a source's tokens make up a document, by its number or id: (first, stop).
+
+        Raises ConfigurationError, OutOfRangeError.
+        """
+        return document_range(self._indexed("document_range").built, source, document)
 
     def micro_batches(self, step: int) -> int:
         """How many items of this rank make up a step."""

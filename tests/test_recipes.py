@@ -629,3 +629,39 @@ def test_a_nanotron_config_that_cannot_be_followed_is_refused(folder, change, me
     change(config)
     with pytest.raises(TokenpipeError, match=message):
         load_recipe(config, folder=folder)
+
+
+@pytest.mark.parametrize("weights", [{"prose": 0.7, "web": 0.3}, [0.7, 0.3], None, "tempered"])
+def test_a_loader_writes_the_recipe_of_a_changed_run_and_tells_its_changes(folder, tmp_path, weights):
+    (np.arange(1500, dtype=np.uint16) % 5000).tofile(tmp_path / "raw.bin")
+    (np.arange(500, dtype=np.uint16) % 5000).tofile(tmp_path / "more.bin")
+    prose = TokenReader(tmp_path / "raw.bin", dtype="uint16", name="prose").slice_sequences(8).permute(seed=1)
+    web = TokenReader(folder / "web.tok").slice_sequences(8).permute(seed=1)
+    mixture = {"temperature": 2.0} if weights == "tempered" else {"weights": weights}
+    loader = DataLoader2(prose.blend(web, **mixture, max_epochs=9).batch_samples(4).collate_causal_lm())
+    items = iter(loader)
+    changes = [
+        lambda: loader.grow_source("prose", tmp_path / "more.bin", dtype="uint16"),
+        lambda: loader.add_source(
+            TokenReader(folder / "code.npy").slice_sequences(8).permute(seed=1), {"prose": 2, "web": 1, "code": 1}
+        ),
+        lambda: loader.exclude("web", documents=3),
+        lambda: loader.jump(3),
+        lambda: loader.update_global_batch_size(8),
+    ]
+    for change in changes:
+        next(items)
+        change()
+    (tmp_path / "run.yaml").write_text(loader.recipe(tmp_path))
+    again = DataLoader2.from_state(loader.state_dict(), load_recipe(tmp_path / "run.yaml"))
+    assert again.state_dict() == loader.state_dict()
+    assert all_same(next(iter(again)), next(items))
+    first, stop = loader.document_range("web", 3)
+    assert loader.journal == again.journal
+    assert loader.journal == [
+        "step 1: source 'prose' has 2 files, 1 before",
+        "step 2: weights prose 50.0%, web 25.0%, code 25.0%",
+        f"step 3: rows with tokens {first} … {stop - 1} of source 'web' are masked",
+        "step 4: a jump over 12 samples",
+        "step 5: steps of 8 samples",
+    ]
