@@ -27,7 +27,7 @@ from ..datapipes.steps import StepTable
 from .base import Adapter
 from .surgery import rewritten
 
-__all__ = ["ApplyJournal", "with_rosters"]
+__all__ = ["ApplyJournal", "gone_blends", "with_rosters"]
 
 
 class ApplyJournal(Adapter):
@@ -50,19 +50,23 @@ class ApplyJournal(Adapter):
             order = order_of(graph)
             graph = rewritten(graph, {id(order): Jumper(order, [(e.sample, e.samples) for e in journal.jumps])})
         names = {entry.blend for entry in journal.weights} | {r.blend for r in journal.rosters}
-        paths = {name: path_to_blend(graph, name) for name in names - _gone(graph, journal)}
+        paths = {name: path_to_blend(graph, name) for name in names - gone_blends(graph, journal)}
         for name, _ in sorted(paths.items(), key=lambda item: len(item[1])):  # outer blends first
             graph = self._changed(graph, name)
         # what was dropped and is gone has no tokens to place
         there = {known for name, space in sources_of(graph) for known in (name, space.origin.name)}
         for source in dict.fromkeys(entry.source for entry in journal.grown if entry.source in there):
             graph = self._grown(graph, source)
+        groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
         for entry in journal.excluded:
-            if entry.source not in there:
-                continue
+            if entry.source in there:
+                groups.setdefault((entry.sample, entry.source), []).append((entry.first, entry.stop))
+        if groups:
             order = order_of(graph)
-            masked = Excluder(order, {entry.source: [(entry.first, entry.stop)]}, entry.sample)
-            graph = rewritten(graph, {id(order): masked})
+            masked: Excluder | None = None
+            for (sample, source), pairs in groups.items():
+                masked = masked.also({source: pairs}, sample) if masked else Excluder(order, {source: pairs}, sample)
+            graph = rewritten(graph, {id(order): masked or order})
         if journal.breakpoints is not None and (batcher := batcher_of(graph)) is not None:
             table = StepTable(journal.breakpoints, batcher.unit)
             graph = rewritten(graph, {id(batcher): batcher.with_steps(table)})
@@ -121,9 +125,9 @@ def with_rosters(graph: IndexedDataPipe, journal: Journal, identity: bool = Fals
     identity: every dropped source is, so that the graph says the same with and without their files.
     Raises JournalError where a source is drawn and not there, or there and not in the journal.
     """
-    there = [roster for roster in journal.rosters if roster.blend not in _gone(graph, journal)]
+    there = [roster for roster in journal.rosters if roster.blend not in gone_blends(graph, journal)]
     for roster in sorted(there, key=lambda roster: len(path_to_blend(graph, roster.blend))):  # outer blends first
-        if roster.blend in _gone(graph, journal):  # with a dropped source of the outer one
+        if roster.blend in gone_blends(graph, journal):  # with a dropped source of the outer one
             continue
         blend = path_to_blend(graph, roster.blend)[-1][0]
         assert isinstance(blend, Blender)
@@ -154,7 +158,7 @@ def with_rosters(graph: IndexedDataPipe, journal: Journal, identity: bool = Fals
     return graph
 
 
-def _gone(graph: IndexedDataPipe, journal: Journal) -> "set[str]":
+def gone_blends(graph: IndexedDataPipe, journal: Journal) -> "set[str]":
     """Blends of the journal that are not in the graph; some may be, where sources were dropped."""
     if not any(row.dropped for roster in journal.rosters for row in roster.rows):
         return set()

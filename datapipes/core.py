@@ -277,6 +277,10 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
         """A number below which our numbers from `lo` on touch nothing of the child."""
         return self.source_bound(source, lo) if self.in_order else 0
 
+    def source_stretches(self, source: int, lo: int, hi: int) -> list[tuple[int, int]]:
+        """Stretches of the child that hold all that our numbers [lo, hi) touch of it."""
+        return [(self.source_floor(source, lo), self.source_bound(source, hi))]
+
     def with_children(self: Node, *children: "IndexedDataPipe") -> Node:
         """The same node over other children; the node itself is unchanged."""
         copy = self.changed(children=children)

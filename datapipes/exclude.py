@@ -37,35 +37,50 @@ class Excluder(IndexedDataPipe):
         self, datapipe: IndexedDataPipe, ranges: Mapping[str, Sequence[tuple[int, int]]], from_sample: int = 0
     ) -> None:
         super().__init__(datapipe)
-        self.ranges = checked_ranges(datapipe, ranges)
-        self.from_sample = as_count("from_sample", from_sample, 0)
+        self.exclusions = ((as_count("from_sample", from_sample, 0), checked_ranges(datapipe, ranges)),)
         self.check()
 
     def check(self) -> None:
         if self.datapipe.topology is not None or self.datapipe.steps is not None:
             raise ConfigurationError("exclude stands before shard_ranks: what is masked belongs to the run")
 
+    def also(self, ranges: Mapping[str, Sequence[tuple[int, int]]], from_sample: int) -> "Excluder":
+        """This node with further ranges, from a sample number of their own on."""
+        more = (from_sample, checked_ranges(self.datapipe, ranges))
+        return self.changed(exclusions=(*self.exclusions, more))
+
     @property
     def settings(self) -> dict[str, Any]:
-        ranges = {source: [list(pair) for pair in pairs] for source, pairs in self.ranges.items()}
-        return {"ranges": ranges, "from_sample": self.from_sample}
+        said = [
+            {
+                "ranges": {source: [list(pair) for pair in pairs] for source, pairs in ranges.items()},
+                "from_sample": sample,
+            }
+            for sample, ranges in self.exclusions
+        ]
+        return said[0] if len(said) == 1 else {"exclusions": said}
 
     @property
     def notes(self) -> str:
-        tokens = sum(stop - first for pairs in self.ranges.values() for first, stop in pairs)
-        return f"rows with {tokens:,} tokens of {', '.join(self.ranges)} are masked"
+        tokens = sum(b - a for _, ranges in self.exclusions for pairs in ranges.values() for a, b in pairs)
+        sources = dict.fromkeys(source for _, ranges in self.exclusions for source in ranges)
+        return f"rows with {tokens:,} tokens of {', '.join(sources)} are masked"
 
     def masked(self, samples: Int64s) -> np.ndarray:
         below = super().masked(samples)
         out = np.zeros(samples.size, np.bool_) if below is None else below
-        late = np.flatnonzero(samples >= self.from_sample)
-        if late.size:
-            order = sample_node(self)
-            leaves, numbers = plan_of(order).resolve(samples[late] - order.first_sample)
-            for index, leaf in enumerate(plan_of(order).leaves):
-                at = np.flatnonzero(leaves == index)
-                for name in {name for names in _names_of(leaf) for name in names} & self.ranges.keys():
-                    out[late[at]] |= _overlaps(row_spans(leaf, numbers[at]), at.size, self.ranges[name])
+        late = np.flatnonzero(samples >= min(sample for sample, _ in self.exclusions))
+        order = sample_node(self)
+        leaves, numbers = plan_of(order).resolve(samples[late] - order.first_sample)
+        for index, leaf in enumerate(plan_of(order).leaves):
+            at = np.flatnonzero(leaves == index)
+            names = {known for name, space in sources_of(leaf) for known in (name, space.origin.name)}
+            spans = None
+            for sample, ranges in self.exclusions:
+                for name in names & ranges.keys() if at.size else ():
+                    spans = row_spans(leaf, numbers[at]) if spans is None else spans
+                    hit = _overlaps(spans, at.size, ranges[name])
+                    out[late[at]] |= hit & (samples[late[at]] >= sample)
         return out
 
 
@@ -78,10 +93,6 @@ def _overlaps(spans: "tuple[Int64s, Int64s, Int64s]", rows: int, pairs: "Sequenc
     near = np.searchsorted(stops, first, side="right")
     hit = (near < stops.size) & (firsts[np.minimum(near, stops.size - 1)] < stop)
     return np.bincount(row[hit], minlength=rows).astype(np.bool_)
-
-
-def _names_of(leaf: IndexedDataPipe) -> "list[tuple[str, str]]":
-    return [(name, space.origin.name) for name, space in sources_of(leaf)]
 
 
 def checked_ranges(

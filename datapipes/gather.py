@@ -137,6 +137,8 @@ class TokenGather:
             low = self.address[piece].astype(np.int64) + (begin - self.first[piece]) * size
             high = low + count * size
             low &= -mmap.PAGESIZE
+            if low.size == 0:
+                return
             order = np.argsort(low, kind="stable")
             low, high = low[order], np.maximum.accumulate(high[order])
             apart = np.flatnonzero(low[1:] > high[:-1]) + 1  # ranges that touch are one

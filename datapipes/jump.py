@@ -1,5 +1,6 @@
 """A stretch of the data left out, while the run's own numbers go on."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,13 @@ class Jumper(IndexedDataPipe):
         ours = numbers - self._ahead[landed]
         inside = (ours < self.end) & (self._ahead_of(np.maximum(ours, 0)) == self._ahead[landed])
         return np.where(inside & (ours >= 0), ours, -1)
+
+    def source_stretches(self, source: int, lo: int, hi: int) -> list[tuple[int, int]]:
+        """One between every two jumps: what was jumped over is no part of any."""
+        inside = [at for at in self._at.tolist() if lo < at < hi]
+        cuts = list(itertools.pairwise([lo, *inside, max(lo, hi)]))
+        ahead = self._ahead_of(np.array([first for first, _ in cuts], np.int64)).tolist()
+        return [(first + skipped, stop + skipped) for (first, stop), skipped in zip(cuts, ahead, strict=True)]
 
     def source_bound(self, source: int, hi: int) -> int:
         return 0 if hi <= 0 else min(hi + int(self._ahead_of(np.array([hi - 1], np.int64))[0]), self.datapipe.end)

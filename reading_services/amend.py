@@ -20,7 +20,7 @@ from ..datapipes.fingerprint import (
 from ..datapipes.grow import part_of_source, reader_of
 from ..datapipes.journal import GrownEntry, Journal, Roster, RosterRow, WeightsEntry, path_to_blend
 from ..datapipes.weights import quantise
-from .state import State, identity_of, mismatches, same_mixture
+from .state import State, identity_of, mismatches, other_mixtures, same_mixture
 
 __all__ = ["amended"]
 
@@ -87,6 +87,8 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
         stored = dict(zip(roster.live, quantise(roster.live, shares), strict=True))
         order = tuple(stored.get(source, 0) for source in roster.sources)
         journal = journal.with_weights(WeightsEntry(step, sample, "", order))
+    if found := other_mixtures(journal, graph):  # caps, say
+        raise StateMismatchError("this state cannot be amended:\n  " + "\n  ".join(found))
     _check_rest(state, graph, journal)
     _check_plan(state, roster, blend, sample + sum(jump.samples for jump in journal.jumps if jump.sample < sample))
     return journal

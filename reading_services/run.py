@@ -6,7 +6,7 @@ sample number from which it goes on. Every move (a seek, a loaded state, new wei
 
 from typing import Any
 
-from ..adapters.journal import ApplyJournal, with_rosters
+from ..adapters.journal import ApplyJournal, gone_blends, with_rosters
 from ..adapters.resume import ResumeSkip
 from ..datapipes.audit.ledger import consumed_by_source, gone_sources, steps_of
 from ..datapipes.batch import batcher_of
@@ -155,7 +155,7 @@ class IndexedRun:
             step = state.steps.next_step(state.consumed_samples)
             table = state.steps.then(self._schedule, step)
             journal = journal.on_steps(table.breakpoints, table.start)
-        for blend in {entry.blend for entry in journal.weights}:
+        for blend in {entry.blend for entry in journal.weights} - gone_blends(built, journal):
             blend_to_change(built, blend=blend)
         if any(row.dropped for roster in journal.rosters for row in roster.rows):
             self._check_there(ApplyJournal(journal)(built), state)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..adapters.journal import with_rosters
+from ..adapters.journal import gone_blends, with_rosters
 from ..datapipes.blend import Blender
 from ..datapipes.core import IndexedDataPipe
 from ..datapipes.errors import JournalError, StateMismatchError
@@ -31,8 +31,19 @@ from ..datapipes.journal import (
 )
 from ..datapipes.read import TokenReader
 from ..datapipes.steps import Schedule, StepTable
+from ..datapipes.weights import quantise
 
-__all__ = ["FORMAT", "MOST_BYTES", "State", "check_same_order", "identity_of", "mismatches", "same_mixture", "size_of"]
+__all__ = [
+    "FORMAT",
+    "MOST_BYTES",
+    "State",
+    "check_same_order",
+    "identity_of",
+    "mismatches",
+    "other_mixtures",
+    "same_mixture",
+    "size_of",
+]
 
 FORMAT = "tokenpipe-state"
 MOST_BYTES = 64 * 1024
@@ -123,7 +134,7 @@ def _setting(order: dict[str, str], key: str) -> "str | None":
 
 def mismatches(state: State, graph: IndexedDataPipe) -> list[str]:
     """What of a saved state is not so in this graph, a line each; none only where all is the same."""
-    if found := [line for roster in state.journal.rosters for line in _other_mixture(state.journal, roster, graph)]:
+    if found := other_mixtures(state.journal, graph):
         return found
     try:
         graph = with_rosters(graph, state.journal, identity=True)
@@ -156,6 +167,13 @@ def mismatches(state: State, graph: IndexedDataPipe) -> list[str]:
     return found
 
 
+def other_mixtures(journal: Journal, graph: IndexedDataPipe) -> list[str]:
+    """What the graph says of its mixtures that is neither how the run began nor how it is now, a line each."""
+    gone = gone_blends(graph, journal)
+    rosters = [roster for roster in journal.rosters if roster.blend not in gone]
+    return [line for roster in rosters for line in _other_mixture(journal, roster, graph)]
+
+
 def _other_mixture(journal: Journal, roster: Roster, graph: IndexedDataPipe) -> "Iterator[str]":
     """A graph whose sources changed may say the mixture that the run began with, or the one it has now."""
     try:
@@ -183,9 +201,13 @@ def _other_mixture(journal: Journal, roster: Roster, graph: IndexedDataPipe) -> 
 
 
 def same_mixture(a: dict[str, int], b: dict[str, int]) -> bool:
-    """Whether the same sources are drawn with the same integer weights; ties are rounded by the sources' order."""
-    drawn = [{source for source, weight in weights.items() if weight} for weights in (a, b)]
-    return drawn[0] == drawn[1] and all(abs(a[source] - b[source]) <= 1 for source in drawn[0])
+    """Whether the same sources are drawn in the same shares; ties are rounded by the sources' order."""
+    drawn = {source for source, weight in a.items() if weight}
+    if drawn != {source for source, weight in b.items() if weight}:
+        return False
+    # an exact union's weights are lengths
+    left, right = (quantise(sorted(drawn), [float(mixture[source]) for source in sorted(drawn)]) for mixture in (a, b))
+    return all(abs(x - y) <= 1 for x, y in zip(left, right, strict=True))
 
 
 def _shares(weights: dict[str, int]) -> str:

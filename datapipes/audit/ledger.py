@@ -332,8 +332,8 @@ def _find(node: IndexedDataPipe, source: str, tokens: range, lo: int, hi: int) -
     if makes_items(node):
         _check_origin(node)
     for index, child in enumerate(node.children):
-        bounds = node.source_floor(index, lo), node.source_bound(index, hi)
-        found = list(_find(child, source, tokens, *bounds))
+        stretches = node.source_stretches(index, lo, hi)
+        found = [numbers for bounds in stretches for numbers in _find(child, source, tokens, *bounds)]
         if found:
             yield node.places(index, np.unique(np.concatenate(found)))[1]
 

@@ -24,9 +24,6 @@ from ..slice import TokenWindows
 
 __all__ = ["SourceCounts", "Taken"]
 
-MOST_PIECES = 4096
-"""Pieces of one stretch: a node that skips more often than this is taken as if it skipped nothing."""
-
 MOST_COUNTED = 512
 """Counts that are kept."""
 
@@ -196,7 +193,7 @@ class SourceCounts:
     def _below(self, node: IndexedDataPipe, found: "list[Stretch]") -> "list[list[Stretch]]":
         """A node's stretches → those of each child; at least one of each, be it empty."""
         if len(node.children) == 1 and not hasattr(node, "counts"):
-            return [[piece for lo, hi in found for piece in _pieces(node, lo, hi)]]
+            return [[piece for lo, hi in found for piece in node.source_stretches(0, lo, hi)]]
         ends = [(self._counts(node, lo), self._counts(node, hi)) for lo, hi in found]
         return [[(lo[i], hi[i]) for lo, hi in ends] for i in range(len(node.children))]
 
@@ -291,23 +288,6 @@ def _readers(node: IndexedDataPipe) -> Iterator[TokenReader]:
         yield node
     for child in node.children:
         yield from _readers(child)
-
-
-def _pieces(node: IndexedDataPipe, lo: int, hi: int) -> "list[Stretch]":
-    """The stretches of an only child: more than one where the numbers skip ahead."""
-
-    def ahead(number: int) -> int:
-        return node.source_bound(0, number + 1) - number - 1
-
-    pieces: list[Stretch] = []
-    while hi > lo and len(pieces) < MOST_PIECES:
-        here = ahead(lo)
-        stop = hi if ahead(hi - 1) == here else bisect_left(range(lo, hi), here + 1, key=ahead) + lo
-        pieces.append((lo + here, stop + here))
-        lo = stop
-    if lo < hi:
-        return [(node.source_bound(0, lo), node.source_bound(0, hi))]
-    return pieces or [(node.source_bound(0, lo),) * 2]
 
 
 def _asked(node: IndexedDataPipe, found: "list[Stretch]", below: "list[list[Stretch]]") -> "list[float]":

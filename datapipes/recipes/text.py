@@ -2,7 +2,8 @@
 
 Only what JSON knows: mappings with string keys, lists, strings, integers, floats, true, false, null. PyYAML is asked
 for the tree of the text alone (`compose` with BaseLoader: it constructs nothing); scalars are read here, by JSON's
-rules plus bare words. So `no` and `1:30` are strings, `1e-3` is a number, and a tag is an error.
+rules plus bare words. So `no` and `1:30` are strings, `1e-3` is a number, and a tag is an error. PyYAML is imported
+when a recipe is first read or written.
 """
 
 import difflib
@@ -13,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from ..errors import ArgumentTypeError, RecipeError, TokenpipeError
 
@@ -105,6 +104,8 @@ def parse(recipe: "str | os.PathLike[str] | Mapping[str, Any]") -> "tuple[Docume
 def _parsed(document: Document, text: str) -> Document:
     if len(text) > MOST_BYTES:
         raise RecipeError(f"{document.name}: a recipe has at most {MOST_BYTES} bytes; lists of data belong into files")
+    import yaml
+
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
@@ -142,13 +143,13 @@ def _constructed(node: Any, document: Document, place: Place, budget: "list[int]
     _checked(document, place, budget)
     if node.tag not in _TAGS:
         raise document.error(place, f"tags ({node.tag:.80}) have no place in a recipe: plain values only")
-    if isinstance(node, yaml.SequenceNode):
+    if node.id == "sequence":
         return [_constructed(child, document, (*place, i), budget) for i, child in enumerate(node.value)]
-    if isinstance(node, yaml.ScalarNode):
+    if node.id == "scalar":
         return _string(node.value, document, place) if node.style else _scalar(node.value, document, place)
     found: dict[str, Any] = {}
     for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode) or key.tag not in _TAGS:
+        if key.id != "scalar" or key.tag not in _TAGS:
             raise document.error(place, f"line {key.start_mark.line + 1}: a key must be a plain string")
         name = _string(key.value, document, place)
         if name in found:
@@ -192,21 +193,18 @@ def _copied(value: Any, document: Document, place: Place, budget: "list[int]") -
     raise document.error(place, f"plain values only, got {type(value).__name__}")
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes what `_scalar` would not take for the string that it is."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    bare = text in _WORDS or _INTEGER.fullmatch(text) or _FLOAT.fullmatch(text)
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if bare else None)
-
-
-_Dumper.add_representer(str, _represent)
-
-
 def dump(value: Any) -> str:
     """Plain values as YAML that `parse` reads back: innermost lists and mappings on one line."""
-    return yaml.dump(value, Dumper=_Dumper, default_flow_style=None, sort_keys=False, allow_unicode=True, width=110)
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+        """Quotes what `_scalar` would not take for the string that it is."""
+        bare = text in _WORDS or _INTEGER.fullmatch(text) or _FLOAT.fullmatch(text)
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if bare else None)
+
+    Dumper.add_representer(str, represent)
+    return yaml.dump(value, Dumper=Dumper, default_flow_style=None, sort_keys=False, allow_unicode=True, width=110)

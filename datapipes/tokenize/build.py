@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from ..core import as_count
 from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError
@@ -261,6 +260,8 @@ class _Progress:
     """The bar, by bytes of input, and what the summary says of the work; called with (bytes, tokens)."""
 
     def __init__(self, total: int, shown: "bool | None") -> None:
+        from tqdm import tqdm
+
         disable = None if shown is None else not shown  # None: no bar where stderr is no terminal
         how: Any = {"unit": "B", "unit_scale": True, "dynamic_ncols": True, "disable": disable}
         self.total = total
