@@ -1,4 +1,7 @@
-"""Files that are whole or not there: written under another name, then renamed."""
+"""Files that are whole or not there: written under another name, then renamed.
+
+What is written is on the disk before it has its name, and the name is before the call returns.
+"""
 
 import contextlib
 import os
@@ -7,31 +10,51 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-__all__ = ["replacing"]
+__all__ = ["NewFile", "replacing", "sync_folder"]
+
+
+class NewFile:
+    """A file to write, in the folder of `path`: it takes that name at `keep`, or is thrown away at `drop`.
+
+    Whatever was there before stays until then; a file that is replaced passes on its permissions. Raises OSError.
+    """
+
+    def __init__(self, path: "str | os.PathLike[str]") -> None:
+        self.path = Path(path)
+        handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
+        self._temporary = Path(name)
+        self.file: IO[bytes] = os.fdopen(handle, "wb")
+
+    def keep(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        self._temporary.chmod(self.path.stat().st_mode & 0o777 if self.path.exists() else 0o644)
+        self._temporary.replace(self.path)
+        sync_folder(self.path.parent)
+
+    def drop(self) -> None:
+        self._temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a full disk fails again where a buffer is flushed
+            self.file.close()
 
 
 @contextlib.contextmanager
 def replacing(path: "str | os.PathLike[str]") -> Iterator[IO[bytes]]:
-    """A file to write, in the folder of `path`, which takes that name when the block ends without an error.
-
-    Whatever was there before stays until then, and stays for good where the block raises; a file that is
-    replaced passes on its permissions. Raises OSError.
-    """
-    path = Path(path)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    temporary = Path(name)
+    """A NewFile that is kept when the block ends, and dropped where it raises."""
+    new = NewFile(path)
     try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        temporary.replace(path)
+        yield new.file
+        new.keep()
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        new.drop()
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts the folder's names on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)

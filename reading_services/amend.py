@@ -112,8 +112,10 @@ def _roster_of(state: State, blend: Blender, graph: IndexedDataPipe) -> Roster:
     """What the run began with, from the state's own words."""
     try:
         settings = json.loads(state.order["blend"])
-        said = settings["sources"]  # the names, or where those are many or long, a digest of them
-        names = next(list(names) for names in (said, state.sources, blend.sources) if brief_names(list(names)) == said)
+        names = list(state.sources)
+        if len(settings["weights"]) > 1:
+            said = settings["sources"]  # the names, or where those are many or long, a digest of them
+            names = next(list(n) for n in (said, names, blend.sources) if brief_names(list(n)) == said)
         weights = settings["weights"]
         caps = settings.get("caps") or [0] * len(weights)
         lengths = dict(zip(blend.sources, map(len, blend.children), strict=True))

@@ -1,6 +1,6 @@
 """What a run logs: flat numbers, and how long the training loop waited for its batches."""
 
-from array import array
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,28 +12,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Waits", "run_metrics"]
 
-WINDOW = 1024  # a power of two
+WINDOW = 1024
 
 
 class Waits:
-    """The seconds of each of the last `WINDOW` waits, and of all together: a few tens of nanoseconds a wait.
+    """The seconds of each of the last `WINDOW` waits, and of all together: a hundred nanoseconds a wait.
 
     A window and a total that only grows, rather than "since the last look": looking changes nothing, and any
     number of loggers may look.
     """
 
     def __init__(self) -> None:
-        self._last = array("d", bytes(8 * WINDOW))
-        self._count = 0
+        self._last: deque[float] = deque(maxlen=WINDOW)
         self.total = 0.0
 
     def add(self, seconds: float) -> None:
-        self._last[self._count & (WINDOW - 1)] = seconds
-        self._count += 1
+        self._last.append(seconds)
         self.total += seconds
 
     def metrics(self) -> "dict[str, int | float]":
-        last = np.array(self._last[: min(self._count, WINDOW)]) * 1e3
+        last = np.array(self._last) * 1e3
         mean, p99 = (float(last.mean()), float(np.percentile(last, 99))) if last.size else (0.0, 0.0)
         return {"data/wait/mean_ms": mean, "data/wait/p99_ms": p99, "data/wait/total_s": self.total}
 

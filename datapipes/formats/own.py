@@ -34,6 +34,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from ..atomic import NewFile
 from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError, TokenIdError
 from .layout import DTYPES, TokenLayout, as_dtype, local_path
 
@@ -169,9 +170,8 @@ class TokenFileWriter:
         self._end_of_text = 0 if end_of_text is None else end_of_text + 1
         self._hash = hashlib.blake2b(digest_size=32)
         self.tokens = self.documents = self._largest = 0
-        handle, temporary = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
-        self._temporary = Path(temporary)
-        self._file: IO[bytes] = os.fdopen(handle, "wb")
+        self._new = NewFile(self.path)
+        self._file = self._new.file
         self._ends: IO[bytes] = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115 - closed in close
         self._file.write(bytes(HEADER))
 
@@ -256,24 +256,14 @@ class TokenFileWriter:
         )  # fmt: skip
         self._file.seek(0)
         self._file.write(head + zlib.crc32(head).to_bytes(4, "little"))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._temporary.chmod(self.path.stat().st_mode & 0o777 if self.path.exists() else 0o644)
-        self._temporary.replace(self.path)
-        self._file.close()
+        self._new.keep()
         self._ends.close()
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def abort(self) -> None:
         """Throws away what was written; `path` stays as it was."""
-        self._temporary.unlink(missing_ok=True)
-        for file in (self._file, self._ends):
-            with contextlib.suppress(OSError):  # a full disk fails again where a buffer is flushed
-                file.close()
+        self._new.drop()
+        with contextlib.suppress(OSError):  # a full disk fails again where a buffer is flushed
+            self._ends.close()
 
     def __enter__(self) -> "TokenFileWriter":
         return self

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ..atomic import sync_folder
 from ..core import as_count
 from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError
 from ..formats.ids import DocumentIdsWriter, ids_path
@@ -372,8 +373,4 @@ def _put_in_place(made: Path, target: Path, with_ids: bool) -> None:
     else:
         ids_path(target).unlink(missing_ok=True)  # those of the file that stood here before
     made.replace(target)
-    handle = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_folder(target.parent)

@@ -10,12 +10,10 @@ Little-endian:
                   the ids, UTF-8, end to end
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import struct
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..atomic import NewFile
 from .documents import Span
 
 __all__ = ["ASSEMBLED", "Content", "Piece", "PieceReader", "PieceWriter", "is_ours", "piece_name", "read_piece"]
@@ -63,7 +62,7 @@ def piece_name(settings: "dict[str, Any]", spans: Sequence[Span]) -> str:
 def is_ours(name: str) -> bool:
     """Whether a file of a work folder is one that this package makes there, whole or begun."""
     stem, _, suffix = name.lstrip(".").partition(".")
-    piece = len(stem) == 32 and set(stem) <= set("0123456789abcdef") and suffix.endswith(("piece", "tmp"))
+    piece = len(stem) == 32 and set(stem) <= set("0123456789abcdef") and suffix.startswith("piece")
     return piece or name.lstrip(".").startswith(ASSEMBLED)
 
 
@@ -75,8 +74,8 @@ class PieceWriter:
         self.empty = self.tokens = self.text_bytes = 0
         self._ends: list[np.ndarray] = []
         self._ids: list[bytes] = []
-        handle, self._temporary = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=".tmp", dir=path.parent)
-        self._file = os.fdopen(handle, "wb")
+        self._new = NewFile(path)
+        self._file = self._new.file
         self._file.write(bytes(_HEADER.size))
 
     def write(self, tokens: np.ndarray, ends: np.ndarray, ids: Sequence[bytes]) -> None:
@@ -97,16 +96,11 @@ class PieceWriter:
         piece = Piece(str(self.path), ends.size, self.empty, self.tokens, self.text_bytes, len(text))
         self._file.seek(0)
         self._file.write(_HEADER.pack(MAGIC, *piece[1:]))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        Path(self._temporary).replace(self.path)
-        self._file.close()
+        self._new.keep()
         return piece
 
     def abort(self) -> None:
-        Path(self._temporary).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a full disk fails again where a buffer is flushed
-            self._file.close()
+        self._new.drop()
 
 
 def read_piece(path: Path, itemsize: int, ids: bool) -> "Piece | None":
