@@ -3,7 +3,7 @@
 import itertools
 
 from ..datapipes._torch import DataPipe
-from ..datapipes.audit.ledger import sources_of
+from ..datapipes.audit.ledger import spaces_by_name
 from ..datapipes.batch import batcher_of
 from ..datapipes.blend import Blender
 from ..datapipes.core import MAX_NUMBER, IndexedDataPipe
@@ -14,7 +14,6 @@ from ..datapipes.grow import Generations, GoneSource, part_of_source
 from ..datapipes.journal import (
     GrownEntry,
     Journal,
-    Path,
     WeightsEntry,
     blends_in,
     number_at,
@@ -54,7 +53,7 @@ class ApplyJournal(Adapter):
         for name, _ in sorted(paths.items(), key=lambda item: len(item[1])):  # outer blends first
             graph = self._changed(graph, name)
         # what was dropped and is gone has no tokens to place
-        there = {known for name, space in sources_of(graph) for known in (name, space.origin.name)}
+        there = spaces_by_name(graph).keys()
         for source in dict.fromkeys(entry.source for entry in journal.grown if entry.source in there):
             graph = self._grown(graph, source)
         groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
@@ -73,10 +72,10 @@ class ApplyJournal(Adapter):
         return graph
 
     def _changed(self, graph: IndexedDataPipe, name: str) -> IndexedDataPipe:
-        path = _below_the_trunk(path_to_blend(graph, name))
+        path = path_to_blend(graph, name)
         blend = path[-1][0]
         assert isinstance(blend, Blender)
-        nested = any(not isinstance(node, Jumper) for node, _ in path[:-1])
+        nested = any(not node.trunk and not isinstance(node, Jumper) for node, _ in path[:-1])
         changes: list[WeightChange] = []
         caps = list(blend.given_caps)
         entries: list[WeightsEntry | GrownEntry] = [e for e in self.journal.weights if e.blend == name]
@@ -102,9 +101,9 @@ class ApplyJournal(Adapter):
         return rewritten(graph, {id(blend): blend.with_changes(changes)})
 
     def _grown(self, graph: IndexedDataPipe, source: str) -> IndexedDataPipe:
-        path = _below_the_trunk(path_to_source(graph, source))
+        path = path_to_source(graph, source)
         for node, _ in path[:-1]:
-            if not node.in_order:
+            if not node.in_order and not node.trunk:
                 raise JournalError(
                     f"{type(node).__name__} stands above source {source!r}: what was consumed is no prefix of the "
                     "source, so it cannot grow"
@@ -164,10 +163,3 @@ def gone_blends(graph: IndexedDataPipe, journal: Journal) -> "set[str]":
         return set()
     named = {roster.blend for roster in journal.rosters} | {entry.blend for entry in journal.weights}
     return named - {name for name, _ in blends_in(graph) if name is not None}
-
-
-def _below_the_trunk(path: Path) -> Path:
-    """Without the run's own skips and limits, which renumber nothing."""
-    while path[0][0].trunk:
-        path = path[1:]
-    return path

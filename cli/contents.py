@@ -21,7 +21,7 @@ from ..datapipes.errors import ConfigurationError
 from ..datapipes.formats.own import read_header
 from ..datapipes.tokenize import load_tokenizer
 from ..reading_services import DataLoader2
-from .runs import add_run_arguments, as_steps, escaped, open_run, sources_in
+from .runs import add_run_arguments, as_steps, escaped, open_run, spaces_in
 from .tables import Table, print_json
 
 __all__ = ["add_arguments", "run"]
@@ -105,7 +105,7 @@ def _as_json(record: ContentsRecord, documents: "list[RowDocument]", texts: "lis
 
 def _decoder(loader: DataLoader2, spec: "str | None") -> Decode:
     """What decodes the run's tokens. Raises ConfigurationError where nothing says how."""
-    headers = [read_header(space.files[0].path) for _, space in sources_in(loader)]
+    headers = [read_header(space.files[0].path) for spaces in spaces_in(loader).values() for space in spaces]
     made_by = {header.tokenizer: header.tokenizer_hash for header in headers if header is not None and header.tokenizer}
     if spec is None and set(made_by) != {"byte"}:
         said = f"made with {', '.join(map(repr, made_by))}" if made_by else "of a kind that does not say what made them"

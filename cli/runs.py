@@ -4,12 +4,11 @@ import argparse
 from pathlib import Path
 
 from ..datapipes import IndexedDataPipe, Topology, load_recipe
-from ..datapipes.audit.ledger import sources_of
+from ..datapipes.audit.ledger import Spaces, spaces_by_name
 from ..datapipes.errors import ConfigurationError, OutOfRangeError, StateError
-from ..datapipes.read import TokenSpace
 from ..reading_services import DataLoader2
 
-__all__ = ["add_run_arguments", "as_steps", "escaped", "open_run", "seen_steps", "sources_in"]
+__all__ = ["add_run_arguments", "as_steps", "escaped", "open_run", "seen_steps", "spaces_in"]
 
 MOST_STATE_BYTES = 1 << 20
 """Of a state file, white space and all."""
@@ -60,11 +59,11 @@ def read_state(path: str) -> str:
         raise StateError(f"{path}: the state is not JSON: {error}") from error
 
 
-def sources_in(loader: DataLoader2) -> "list[tuple[str, TokenSpace]]":
-    """(name, its tokens) of each source that the recipe has."""
+def spaces_in(loader: DataLoader2) -> Spaces:
+    """The token spaces of the recipe's sources, by name."""
     graph = loader.datapipe
     assert isinstance(graph, IndexedDataPipe)  # recipes make no streams
-    return sources_of(graph)
+    return spaces_by_name(graph)
 
 
 def as_steps(text: str) -> range:

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from ..datapipes.audit.ledger import origin_of
 from ..datapipes.errors import ConfigurationError
 from ..reading_services import DataLoader2
-from .runs import add_run_arguments, as_steps, escaped, open_run, seen_steps, sources_in
+from .runs import add_run_arguments, as_steps, escaped, open_run, seen_steps, spaces_in
 from .tables import Table, print_json
 
 __all__ = ["add_arguments", "run"]
@@ -74,14 +75,11 @@ def _token(text: str, source: "str | None") -> Wanted:
 
 def _documents(loader: DataLoader2, wanted: str, source: "str | None") -> Iterator[Wanted]:
     """The documents of this id or number. Raises ConfigurationError where there is none, OutOfRangeError."""
-    spaces = sources_in(loader)
-    readers = {space.origin.name: space.origin for _, space in spaces}
+    spaces = spaces_in(loader)
+    readers = {several[0].origin.name: several[0].origin for several in spaces.values()}
     names = ", ".join(map(repr, list(readers)[:MOST_NAMED])) + (" …" if len(readers) > MOST_NAMED else "")
     if source is not None:
-        named = {name: space.origin for name, space in spaces} | readers
-        if source not in named:
-            raise ConfigurationError(f"no source is named {source!r}; the sources are {names}")
-        readers = {source: named[source]}
+        readers = {source: origin_of(spaces, source)}
     found = {(name, document) for name, reader in readers.items() for document in reader.find_documents(wanted)}
     if not found and wanted.isdecimal():
         if len(readers) > 1:

@@ -1,5 +1,6 @@
 """The mixture: which source delivers sample number k, and as which of its own samples."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ._torch import functional_datapipe
-from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count
+from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count, nodes_of
 from .errors import ArgumentTypeError, ConfigurationError, SourceExhaustedError, WeightsError
 from .kernels import kernel
 from .phases import Phases, WeightChange, phases_of
@@ -99,8 +100,9 @@ class Blender(IndexedDataPipe):
 
     def check_names(self) -> None:
         """Raises ConfigurationError where two sources below have one name."""
-        for source, readers in _readers_by_name(self).items():
-            if len(readers) > 1:
+        readers = Counter(node.name for node in nodes_of(self) if not node.children)
+        for source, times in readers.items():
+            if times > 1:
                 raise ConfigurationError(
                     f"two sources are named {source!r}, in different blends below this one; give one another name: "
                     "TokenReader(..., name=...)"
@@ -306,11 +308,3 @@ class Blender(IndexedDataPipe):
         hi = min(hi, p.end)
         i = int(np.searchsorted(p.first, hi, side="right")) - 1
         return [int(a) + b for a, b in zip(p.offset[i], p.trees[i].counts(hi - int(p.first[i])), strict=True)]
-
-
-def _readers_by_name(node: IndexedDataPipe) -> "dict[str, set[int]]":
-    found: dict[str, set[int]] = {}
-    for child in node.children:
-        for name, readers in _readers_by_name(child).items():
-            found.setdefault(name, set()).update(readers)
-    return found or {node.name: {id(node)}}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .steps import StepTable
     from .topology import Topology
 
-__all__ = ["MAX_NUMBER", "IndexedDataPipe", "Int64s", "as_count", "as_numbers", "sample_node"]
+__all__ = ["MAX_NUMBER", "IndexedDataPipe", "Int64s", "as_count", "as_numbers", "nodes_of", "sample_node"]
 
 Int64s = npt.NDArray[np.int64]
 
@@ -390,6 +390,17 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
     def __repr__(self) -> str:
         text = ", ".join(f"{key}={value!r}" for key, value in self.settings.items())
         return f"{type(self).__name__}({text})"
+
+
+def nodes_of(graph: IndexedDataPipe) -> Iterator[IndexedDataPipe]:
+    """Every node of a graph once, before what is below it."""
+    waiting, seen = [graph], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            yield node
+            waiting += reversed(node.children)
 
 
 def sample_node(graph: IndexedDataPipe) -> IndexedDataPipe:

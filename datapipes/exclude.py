@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ._torch import functional_datapipe
-from .audit.ledger import row_spans, sources_of
+from .audit.ledger import row_spans, spaces_by_name, tokens_of
 from .core import IndexedDataPipe, Int64s, as_count, sample_node
 from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError
 from .gather import plan_of
@@ -74,10 +74,9 @@ class Excluder(IndexedDataPipe):
         leaves, numbers = plan_of(order).resolve(samples[late] - order.first_sample)
         for index, leaf in enumerate(plan_of(order).leaves):
             at = np.flatnonzero(leaves == index)
-            names = {known for name, space in sources_of(leaf) for known in (name, space.origin.name)}
             spans = None
             for sample, ranges in self.exclusions:
-                for name in names & ranges.keys() if at.size else ():
+                for name in spaces_by_name(leaf).keys() & ranges.keys() if at.size else ():
                     spans = row_spans(leaf, numbers[at]) if spans is None else spans
                     hit = _overlaps(spans, at.size, ranges[name])
                     out[late[at]] |= hit & (samples[late[at]] >= sample)
@@ -101,21 +100,17 @@ def checked_ranges(
     """{source: ranges sorted and merged}, each of which the source has. Raises as Excluder says."""
     if not isinstance(ranges, Mapping) or not ranges:
         raise ArgumentTypeError(f"ranges must be {{source: [(first, stop), …]}}, got {ranges!r:.80}")
-    tokens: dict[str, int] = {}
-    for name, space in sources_of(graph):
-        for known in (name, space.origin.name):
-            tokens[known] = max(tokens.get(known, 0), int(space.first_tokens[-1]))
+    spaces = spaces_by_name(graph)
     found: dict[str, tuple[tuple[int, int], ...]] = {}
     for source, pairs in ranges.items():
-        if source not in tokens:
-            raise ConfigurationError(f"no source is named {source!r}; the sources are {', '.join(map(repr, tokens))}")
+        tokens = tokens_of(spaces, source)
         if not isinstance(pairs, (list, tuple)) or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs):
             raise ArgumentTypeError(f"ranges of {source!r} must be a list of (first, stop) tokens, got {pairs!r:.80}")
         merged: list[tuple[int, int]] = []
         for first, stop in sorted((as_count("first", a, 0), as_count("stop", b, 0)) for a, b in pairs):
-            if not first < stop <= tokens[source]:
+            if not first < stop <= tokens:
                 raise OutOfRangeError(
-                    f"source {source!r} has tokens 0 … {tokens[source] - 1}; [{first}, {stop}) is no range of them"
+                    f"source {source!r} has tokens 0 … {tokens - 1}; [{first}, {stop}) is no range of them"
                 )
             if merged and first <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))

@@ -11,6 +11,7 @@ Where sources came or went, or a state was amended, a Roster says what the blend
 ever had, in the order that its weights count them.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -291,7 +292,9 @@ def path_to_source(graph: IndexedDataPipe, source: str) -> Path:
 
 
 def number_at(path: Path, number: int) -> int:
-    """How many numbers of the path's last node the first `number` of its first one have taken."""
-    for node, index in path[:-1]:
+    """How many numbers of the path's last node the run's first `number` samples have taken: what stands above the
+    order renumbers nothing.
+    """
+    for node, index in itertools.dropwhile(lambda place: place[0].trunk, path[:-1]):
         number = node.source_bound(index, number)
     return number

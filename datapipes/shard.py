@@ -17,7 +17,7 @@ from .errors import ArgumentTypeError, ConfigurationError
 from .permute import derive_key, mix64
 from .topology import Topology
 
-__all__ = ["RankSharder"]
+__all__ = ["RankSharder", "sharder_of"]
 
 
 @functional_datapipe("shard_ranks")
@@ -109,3 +109,10 @@ class RankSharder(IndexedDataPipe):
 
     def sample_numbers(self, numbers: Int64s) -> Int64s:
         return self.datapipe.sample_numbers(self.route(numbers)[1])
+
+
+def sharder_of(graph: IndexedDataPipe) -> "RankSharder | None":
+    """The sharder that deals a graph's samples to the ranks, if it has one."""
+    while graph.topology is not None and not isinstance(graph, RankSharder):
+        graph = graph.datapipe
+    return graph if isinstance(graph, RankSharder) else None

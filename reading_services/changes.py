@@ -9,7 +9,7 @@ from typing import Any
 from ..adapters.journal import with_rosters
 from ..adapters.surgery import rewritten
 from ..datapipes.arguments import arguments_of, given_with
-from ..datapipes.audit.ledger import sources_of
+from ..datapipes.audit.ledger import origin_of, spaces_by_name
 from ..datapipes.blend import Blender
 from ..datapipes.bound import Once
 from ..datapipes.core import IndexedDataPipe, as_count
@@ -154,10 +154,7 @@ class Moment:
 
     def _in_force(self, blend: Blender, name: str) -> tuple[int, ...]:
         """The integer weights that hold at the moment."""
-        path = path_to_blend(self.running, name)
-        while path[0][0].trunk:
-            path = path[1:]
-        return blend.weights_at(number_at(path, self.sample))
+        return blend.weights_at(number_at(path_to_blend(self.running, name), self.sample))
 
     def _weighted(
         self, journal: Journal, blend: Blender, name: str, weights: Any, temperature: "float | None"
@@ -214,9 +211,7 @@ class Moment:
 
 def document_range(graph: IndexedDataPipe, source: str, document: "int | str") -> tuple[int, int]:
     """Which of a source's tokens make up a document: (first, stop)."""
-    checked_ranges(graph, {source: [(0, 1)]})  # says what there is, where the source is not
-    origin = next(space.origin for name, space in sources_of(graph) if source in (name, space.origin.name))
-    return origin.document_range(document)
+    return origin_of(spaces_by_name(graph), source).document_range(document)
 
 
 def _with_source(blend: Blender, source: IndexedDataPipe) -> Blender:

@@ -11,7 +11,7 @@ from ..adapters.resume import ResumeSkip
 from ..datapipes.audit.ledger import consumed_by_source, gone_sources, steps_of
 from ..datapipes.batch import batcher_of
 from ..datapipes.bound import Once
-from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count
+from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count, nodes_of
 from ..datapipes.errors import JournalError, OutOfRangeError, StateMismatchError
 from ..datapipes.journal import Journal, blend_to_change
 from ..datapipes.steps import Schedule, StepTable
@@ -40,7 +40,7 @@ class IndexedRun:
         self._table, _ = steps_of(graph)
         batcher = batcher_of(graph)
         self._schedule: Schedule = ((0, self._table.unit),) if batcher is None else batcher.schedule
-        self.anew_each_time = _contains_once(graph)
+        self.anew_each_time = any(isinstance(node, Once) for node in nodes_of(graph))
         self.placed = False  # a seek or a state said where the next iteration begins
         self.through = False  # the last iteration came to the end
 
@@ -173,7 +173,3 @@ class IndexedRun:
                     f"sample {consumed} is inside step {step}, whose rest still draws from source {source!r}, which is "
                     f"not in this graph; with the source in it, or from state_dict(step={step + 1}), it would do"
                 )
-
-
-def _contains_once(node: IndexedDataPipe) -> bool:
-    return isinstance(node, Once) or any(_contains_once(child) for child in node.children)

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..adapters.journal import gone_blends, with_rosters
 from ..datapipes.blend import Blender
-from ..datapipes.core import IndexedDataPipe
+from ..datapipes.core import IndexedDataPipe, nodes_of
 from ..datapipes.errors import JournalError, StateMismatchError
 from ..datapipes.fingerprint import describe_order, order_of, source_contents
 from ..datapipes.journal import (
@@ -215,11 +215,10 @@ def _shares(weights: dict[str, int]) -> str:
     return ", ".join(f"{source} {weight / total:.4g}" for source, weight in weights.items() if weight)
 
 
-def _paths(node: IndexedDataPipe) -> dict[str, list[str]]:
-    if isinstance(node, TokenReader):
-        paths = [file.path for file in node.files]
-        return {node.name: [*paths[:4], *([f"… {len(paths)} files"] if len(paths) > 4 else [])]}
-    return {name: paths for child in node.children for name, paths in _paths(child).items()}
+def _paths(graph: IndexedDataPipe) -> dict[str, list[str]]:
+    readers = [node for node in nodes_of(graph) if isinstance(node, TokenReader)]
+    paths = {reader.name: [file.path for file in reader.files] for reader in readers}
+    return {name: [*found[:4], *([f"… {len(found)} files"] if len(found) > 4 else [])] for name, found in paths.items()}
 
 
 def check_same_order(state: State, graph: IndexedDataPipe) -> None:

@@ -6,29 +6,36 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..batch import batcher_of
-from ..core import IndexedDataPipe, Int64s, as_count, as_numbers, sample_node
+from ..core import IndexedDataPipe, Int64s, as_count, as_numbers, nodes_of
 from ..errors import ConfigurationError, OutOfRangeError, SourceGoneError
 from ..fingerprint import order_of
 from ..gather import Routes, makes_items
 from ..grow import GoneSource
 from ..read import TokenReader, TokenSpace
-from ..shard import RankSharder
+from ..shard import sharder_of
 from ..slice import TokenWindows
 from ..steps import StepTable
 
 __all__ = [
     "ContentsRecord",
     "RowDocument",
+    "Spaces",
     "WhenRecord",
     "consumed_by_source",
     "contents",
     "documents",
     "gone_sources",
+    "origin_of",
     "sources_of",
+    "spaces_by_name",
     "steps_of",
     "tokens",
+    "tokens_of",
     "when",
 ]
+
+MOST_NAMED = 8
+"""Sources that an error names."""
 
 
 class ContentsRecord(NamedTuple):
@@ -84,16 +91,9 @@ class _View:
     def __init__(self, graph: IndexedDataPipe) -> None:
         self.graph = graph
         self.steps, self.micro_batch_size = steps_of(graph)
-        self.sharder: RankSharder | None = None
-        self.first = graph.first_sample
+        self.sharder = sharder_of(graph)
+        self.first, self.bound = graph.first_sample, graph.last_sample
         self.order = order_of(graph)
-        samples = sample_node(graph)
-        self.bound = graph.last_sample
-        node = graph
-        while node is not samples:
-            if isinstance(node, RankSharder):
-                self.sharder = node
-            node = node.datapipe
 
     def samples_of(self, step: int) -> Int64s:
         """The sample numbers of a step. Raises OutOfRangeError beyond the run's end."""
@@ -292,16 +292,13 @@ def when(graph: IndexedDataPipe, source: str, token: "int | range", steps: range
         raise ConfigurationError(f"steps must be a range with step 1 from 0 or later, got {steps!r}")
     view = _View(graph)
     low, high = view.steps.start(steps.start), min(view.steps.start(max(steps.stop, steps.start)), view.bound)
-    spaces = [space for name, space in sources_of(view.order) if source in (name, space.origin.name)]
-    if not spaces:
-        if source in gone_sources(view.order):
-            raise SourceGoneError(
-                f"source {source!r} was dropped from the run and is not in this graph, so its tokens cannot be found; "
-                "with the source as it was in the graph, they can"
-            )
-        names = dict.fromkeys(name for name, _ in sources_of(view.order))
-        raise ConfigurationError(f"no source is named {source!r}; the sources are {', '.join(map(repr, names))}")
-    if tokens[-1] >= (size := max(int(space.first_tokens[-1]) for space in spaces)):
+    spaces = spaces_by_name(view.order)
+    if source not in spaces and source in gone_sources(view.order):
+        raise SourceGoneError(
+            f"source {source!r} was dropped from the run and is not in this graph, so its tokens cannot be found; "
+            "with the source as it was in the graph, they can"
+        )
+    if tokens[-1] >= (size := tokens_of(spaces, source)):
         raise OutOfRangeError(f"source {source!r} has {size} tokens, token {tokens[-1]} is not one of them")
     found = list(_find(view.order, source, tokens, low, high)) if low < high else []
     samples = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
@@ -347,8 +344,37 @@ def sources_of(node: IndexedDataPipe) -> "list[tuple[str, TokenSpace]]":
     return [found for child in node.children for found in sources_of(child)]
 
 
+Spaces = dict[str, list[TokenSpace]]
+
+
+def spaces_by_name(node: IndexedDataPipe) -> Spaces:
+    """The token spaces below a node by every name that they go by: their own, and that of the source from which
+    their documents were chosen.
+    """
+    found: Spaces = {}
+    for name, space in sources_of(node):
+        for known in dict.fromkeys((name, space.origin.name)):
+            found.setdefault(known, []).append(space)
+    return found
+
+
+def origin_of(spaces: Spaces, source: str) -> TokenReader:
+    """The reader that has all of a source's documents. Raises ConfigurationError for a source that is not there."""
+    if source not in spaces:
+        names = [repr(name) for name in spaces]
+        more = " …" if len(names) > MOST_NAMED else ""
+        raise ConfigurationError(
+            f"no source is named {source!r}; the sources are {', '.join(names[:MOST_NAMED])}{more}"
+        )
+    return spaces[source][0].origin
+
+
+def tokens_of(spaces: Spaces, source: str) -> int:
+    """How many tokens a source has, in all its generations of files. Raises ConfigurationError as `origin_of`."""
+    origin_of(spaces, source)
+    return max(int(space.first_tokens[-1]) for space in spaces[source])
+
+
 def gone_sources(node: IndexedDataPipe) -> "set[str]":
     """The names of sources that were dropped from the run and are not there any more."""
-    if isinstance(node, GoneSource):
-        return {node.name}
-    return {name for child in node.children for name in gone_sources(child)}
+    return {below.name for below in nodes_of(node) if isinstance(below, GoneSource)}

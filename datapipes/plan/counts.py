@@ -10,13 +10,12 @@ permute or a list of numbers that several sources share nothing can be counted a
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from ..blend import Blender
-from ..core import MAX_NUMBER, IndexedDataPipe
+from ..core import MAX_NUMBER, IndexedDataPipe, nodes_of
 from ..errors import ConfigurationError
 from ..fingerprint import order_of
 from ..read import TokenReader
@@ -59,8 +58,7 @@ class _Leaf:
         self.before = 0  # of its epochs so far, in samples, before its number 0
         if isinstance(node, TokenWindows):
             self._windows(node)
-        readers = {id(reader): reader for reader in _readers(node)}
-        self.files = [file for reader in readers.values() for file in reader.files]
+        self.files = [file for below in nodes_of(node) if isinstance(below, TokenReader) for file in below.files]
         self._tokens = sum(file.tokens for file in self.files) or 1
         self.file_bytes = sum(file.tokens * file.dtype.itemsize for file in self.files)
 
@@ -281,13 +279,6 @@ class SourceCounts:
 
 def _is_leaf(node: IndexedDataPipe) -> bool:
     return isinstance(node, TokenWindows) or not node.children or not (node.in_order or hasattr(node, "counts"))
-
-
-def _readers(node: IndexedDataPipe) -> Iterator[TokenReader]:
-    if isinstance(node, TokenReader):
-        yield node
-    for child in node.children:
-        yield from _readers(child)
 
 
 def _asked(node: IndexedDataPipe, found: "list[Stretch]", below: "list[list[Stretch]]") -> "list[float]":

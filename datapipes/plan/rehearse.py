@@ -1,7 +1,7 @@
 """The rehearsal: what the next steps will take of each source, and what of it will surprise.
 
-Counts at the ends of stretches say all of it (sources.py), so ten million steps are planned as fast as ten.
-plan_view.py shows a plan as a table or a picture.
+Counts at the ends of stretches say all of it (counts.py), so ten million steps are planned as fast as ten. view.py
+shows a plan as a table or a picture.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from ..batch import batcher_of
 from ..bound import Limiter, Once
 from ..core import MAX_NUMBER, IndexedDataPipe, as_count, sample_node
 from ..gather import Routes
-from ..shard import RankSharder
+from ..shard import sharder_of
 from ..steps import StepTable, nearest_multiples
 from .counts import SourceCounts
 from .overlaps import overlap
@@ -335,12 +335,10 @@ def _about_ranks(
     graph: IndexedDataPipe, counts: SourceCounts, table: StepTable, begin: int, stop: int, changes: "list[int]"
 ) -> Iterator[str]:
     """Whether a plain stride meets the blend's rhythm, so that a rank hardly sees a source, or little else."""
-    node = graph
-    while node.trunk and not isinstance(node, RankSharder):
-        node = node.datapipe
-    if not isinstance(node, RankSharder) or node.seed is not None or node.topology.dp_size == 1:
+    sharder = sharder_of(graph)
+    if sharder is None or sharder.seed is not None or sharder.topology.dp_size == 1:
         return
-    dp = node.topology.dp_size
+    dp = sharder.topology.dp_size
     routes = Routes(counts.order)
     names, which = np.unique([leaf.name for leaf in routes.leaves], return_inverse=True)
     for first in [begin, *changes[:8]]:
@@ -352,7 +350,7 @@ def _about_ranks(
         far = np.where(due >= FEWEST, np.abs(given - due[:, None]).max(axis=1) / np.maximum(due, 1), 0)
         if far[worst := int(far.argmax())] > 0.5:
             slot = int(np.abs(given[worst] - due[worst]).argmax())
-            rank = node.topology.rank_of_slot(np.array([(slot + first - begin) % dp]), np.zeros(1, np.int64))
+            rank = sharder.topology.rank_of_slot(np.array([(slot + first - begin) % dp]), np.zeros(1, np.int64))
             yield (
                 f"the blend's rhythm meets dp_size {dp}: from step {table.step_of(first):,} on rank {rank[0]} takes "
                 f"{given[worst, slot] / rounds:.1%} of its samples from source {str(names[worst])!r}, where all ranks "
