@@ -269,7 +269,8 @@ def blend_to_change(graph: IndexedDataPipe, sources: "list[str] | None" = None, 
 
 
 def path_to_source(graph: IndexedDataPipe, source: str) -> Path:
-    """The way to the top of a source: the highest node from which one way leads down to its reader alone.
+    """The way to the top of a source, by its name or its reader's: the highest node from which one way leads down to
+    its reader alone.
 
     Raises JournalError where there is no such source, or it stands in two places.
     """
@@ -278,8 +279,10 @@ def path_to_source(graph: IndexedDataPipe, source: str) -> Path:
         runs_own = node.trunk and all(above.trunk for above, _ in path)  # the run's skips, limits, maps
         alone = len(node.children) <= 1 and not isinstance(node, (Blender, Jumper)) and not runs_own
         top = ([*path, (node, -1)] if top is None else top) if alone else None
-        if not node.children and node.name == source:
-            yield top or [*path, (node, -1)]
+        if not node.children:
+            way = top or [*path, (node, -1)]
+            if source in (node.name, way[-1][0].name):
+                yield way
         for index, child in enumerate(node.children):
             yield from walk(child, [*path, (node, index)], top)
 

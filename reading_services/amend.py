@@ -8,7 +8,7 @@ from ..adapters.journal import with_rosters
 from ..datapipes.audit.ledger import sources_of
 from ..datapipes.blend import Blender
 from ..datapipes.core import IndexedDataPipe
-from ..datapipes.errors import JournalError, StateMismatchError, TokenpipeError
+from ..datapipes.errors import JournalError, StateError, StateMismatchError, TokenpipeError
 from ..datapipes.fingerprint import (
     brief_names,
     identity_from,
@@ -20,9 +20,9 @@ from ..datapipes.fingerprint import (
 from ..datapipes.grow import part_of_source, reader_of
 from ..datapipes.journal import GrownEntry, Journal, Roster, RosterRow, WeightsEntry, path_to_blend
 from ..datapipes.weights import quantise
-from .state import State, identity_of, mismatches, other_mixtures, same_mixture
+from .state import State, check_same_order, identity_of, mismatches, other_mixtures, same_mixture
 
-__all__ = ["amended"]
+__all__ = ["amended", "nothing_changed"]
 
 UNKNOWN = "?"
 """The identity of a source that a state says too little of: no source that is there has it."""
@@ -73,6 +73,8 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
                 if journal.roster("") is None:  # only the state's own words so far, and they hold no lengths
                     roster = roster.changed(row.source, length=len(part_of_source(child, 0, had)))
                 journal = journal.with_grown(GrownEntry(step, sample, row.source, had, len(reader.files), cap))
+            elif len(sources_of(child)) != 1:
+                raise _refused(state, graph, f"{row.source!r} has several sources of its own; change it in the loader")
             else:
                 _check_length(state, row.source, child, graph)
                 roster, journal = _replaced(roster, journal, row.source, step, saved, child)
@@ -91,6 +93,20 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
         raise StateMismatchError("this state cannot be amended:\n  " + "\n  ".join(found))
     _check_rest(state, graph, journal)
     _check_plan(state, roster, blend, sample + sum(jump.samples for jump in journal.jumps if jump.sample < sample))
+    return journal
+
+
+def nothing_changed(state: State, graph: IndexedDataPipe) -> Journal:
+    """The state's journal, for a graph that says the weights which the journal changed them to.
+
+    Raises StateMismatchError for any other that is not the saved one, with all that differs.
+    """
+    try:
+        journal = amended(state, graph)
+    except (StateError, JournalError):
+        journal = state.journal
+    if journal.entries != state.journal.entries or mismatches(replace(state, journal=journal), graph):
+        check_same_order(state, graph)
     return journal
 
 

@@ -126,8 +126,13 @@ class Moment:
         """More files at the end of a source's."""
         self._check_no_pass("grow_source")
         path = path_to_source(self.built, source)
-        old = reader_of(path[-1][0])
-        more = TokenReader(paths, dtype, name=source, vocab_size=old.vocab_size)
+        for node, _ in path[:-1]:
+            if not (node.trunk or isinstance(node, Blender)):
+                raise JournalError(
+                    f"{type(node).__name__} stands above source {source!r}, and a longer source would change its order"
+                )
+        old, source = reader_of(path[-1][0]), path[-1][0].name
+        more = TokenReader(paths, dtype, name=old.name, vocab_size=old.vocab_size)
         for file in more.files:
             alike = [known for known in old.files if known.tokens == file.tokens]
             if file_digest(file) in map(file_digest, alike):
@@ -135,9 +140,25 @@ class Moment:
                     f"{file.path}: source {source!r} has these contents already; its rows would come again"
                 )
         reader = old.with_more(more)
-        built = rewritten(self.built, {id(path[-1][0]): with_reader(path[-1][0], reader)})
-        whole = path_to_source(built, source)[-1][0]
-        return built, grown_journal(self, self.journal, source, len(old.files), reader, whole)
+        whole = with_reader(path[-1][0], reader)
+        part_of_source(whole, len(old.files), len(reader.files))  # the new files make a source of their own
+        built = rewritten(self.built, {id(path[-1][0]): whole})
+        journal, cap = self.journal, 0
+        for node, index in path[:-1]:
+            if not isinstance(node, Blender):
+                continue
+            # every blend on the way may count lengths: what they were stands in its roster
+            name = name_of_blend(self.built, node)
+            journal = journal.with_roster(journal.roster(name) or Roster.of(node, name))
+            capped = node.given_caps[index] is not None
+            if capped and node.children[index] is not path[-1][0]:
+                raise JournalError(
+                    f"source {source!r} cannot grow below blend {node.name!r}, which caps {node.sources[index]!r}"
+                )
+            cap = int(node.max_epochs[source] * len(whole)) if capped else 0  # as many epochs of more
+            built = _by_weights_in_recipe(built, name)
+        grown = GrownEntry(self.step, self.sample, source, len(old.files), len(reader.files), cap)
+        return built, journal.with_grown(grown)
 
     def _blend(self, names: "list[str] | None", blend: "str | None") -> "tuple[Blender, str]":
         _, name = blend_to_change(self.built, names, blend or "") if names is None else self._by_sources(names)
@@ -233,17 +254,11 @@ def _with_source(blend: Blender, source: IndexedDataPipe) -> Blender:
     return grown.changed(_given=given_with(blend, **said))
 
 
-def grown_journal(
-    moment: Moment, journal: Journal, source: str, had: int, reader: TokenReader, whole: IndexedDataPipe
-) -> Journal:
-    """The journal with a source's new files, of which `reader` has all; `whole` is the source over it."""
-    part_of_source(whole, had, len(reader.files))  # the new files make a source of their own, or an error now
-    cap = 0
-    for node, _ in path_to_source(moment.built, source):
-        if isinstance(node, Blender) and source in node.sources:
-            name = name_of_blend(moment.built, node)
-            roster = journal.roster(name) or Roster.of(node, name)  # its lengths are what they were
-            journal = journal.with_roster(roster)
-            row = next(row for row in roster.rows if row.source == source)
-            cap = int(node.max_epochs[source] * len(whole)) if row.cap else 0  # as many epochs of more
-    return journal.with_grown(GrownEntry(moment.step, moment.sample, source, had, len(reader.files), cap))
+def _by_weights_in_recipe(graph: IndexedDataPipe, name: str) -> IndexedDataPipe:
+    """A blend by its sources' lengths and a temperature says its weights, which more files would change."""
+    blend = path_to_blend(graph, name)[-1][0]
+    assert isinstance(blend, Blender)
+    if blend.exact or blend._given is None or "weights" in arguments_of(blend):
+        return graph
+    weights = dict(zip(blend.sources, blend.weights, strict=True))
+    return rewritten(graph, {id(blend): blend.changed(_given=given_with(blend, weights=weights, temperature=None))})

@@ -15,10 +15,10 @@ from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count, nodes_of
 from ..datapipes.errors import JournalError, OutOfRangeError, StateMismatchError
 from ..datapipes.journal import Journal, blend_to_change
 from ..datapipes.steps import Schedule, StepTable
-from .amend import amended
+from .amend import amended, nothing_changed
 from .changes import Moment
 from .parse import parse_state
-from .state import MOST_BYTES, State, check_same_order, identity_of, mismatches, size_of
+from .state import MOST_BYTES, State, identity_of, mismatches, size_of
 
 __all__ = ["IndexedRun"]
 
@@ -147,9 +147,7 @@ class IndexedRun:
         journal = state.journal
         if built is None:
             built = self.built
-            if not amend:
-                check_same_order(state, built)
-            journal = amended(state, built)
+            journal = amended(state, built) if amend else nothing_changed(state, built)
         if state.schedule != self._schedule:
             # another global batch size from here on: a breakpoint, so that earlier steps keep their meaning
             step = state.steps.next_step(state.consumed_samples)

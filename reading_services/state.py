@@ -150,7 +150,7 @@ def mismatches(state: State, graph: IndexedDataPipe) -> list[str]:
             continue  # one side says it source by source
         a, b = _setting(state.order, key), _setting(order, key)
         if a != b:
-            found.append(f"{key}: saved {a or 'not there'}, here {b or 'not there'}")
+            found.append(f"{key}: saved {_short(a or 'not there')}, here {_short(b or 'not there')}")
     paths = _paths(order_of(graph))
     for name in sorted(state.sources.keys() | sources.keys()):
         a, b = state.sources.get(name), sources.get(name)
@@ -208,6 +208,11 @@ def same_mixture(a: dict[str, int], b: dict[str, int]) -> bool:
     # an exact union's weights are lengths
     left, right = (quantise(sorted(drawn), [float(mixture[source]) for source in sorted(drawn)]) for mixture in (a, b))
     return all(abs(x - y) <= 1 for x, y in zip(left, right, strict=True))
+
+
+def _short(text: str) -> str:
+    """A long line (of a ramp's weights) by its beginning and its end."""
+    return text if len(text) <= 240 else f"{text[:120]} … {text[-80:]}"
 
 
 def _shares(weights: dict[str, int]) -> str:

@@ -317,7 +317,7 @@ def _about_sources(found: Plan) -> Iterator[str]:
             ],
         )
     if found.steps:
-        silent = [s for s in sources if not s.samples and s.cap_step is None]
+        silent = [s for s in sources if not s.samples and s.cap_step is None and not s.epochs_after]
         yield from _listed("have weight 0, so they give no sample", [repr(s.name) for s in silent if not s.asked])
         yield from _listed(
             "have a share so small that they give no sample",
