@@ -76,6 +76,7 @@ class Blender(IndexedDataPipe):
         self.on_exhausted = on_exhausted
         self.check()
         lengths = [len(child) for child in self.children]
+        self.temperature = temperature if weights is None else None  # of the lengths, which more files change
         self.exact = weights is None and temperature is None
         if self.exact:
             self.weights = tuple(self._repeated(lengths, repeats))

@@ -39,7 +39,7 @@ class Generations(Blender):
         lengths = [len(part) for part in parts]
         self.given_name = parts[0].name
         self.sources = tuple(f"{self.given_name}[{i}]" for i in range(len(parts)))
-        self.on_exhausted, self.exact = "stop", True
+        self.on_exhausted, self.exact, self.temperature = "stop", True, None
         self.schedule: tuple[WeightChange, ...] = ()
         self.weights = (lengths[0], *(0 for _ in parts[1:]))
         self.given_caps: tuple[int | None, ...] = (None,) * len(parts)

@@ -156,7 +156,6 @@ class Moment:
                     f"source {source!r} cannot grow below blend {node.name!r}, which caps {node.sources[index]!r}"
                 )
             cap = int(node.max_epochs[source] * len(whole)) if capped else 0  # as many epochs of more
-            built = _by_weights_in_recipe(built, name)
         grown = GrownEntry(self.step, self.sample, source, len(old.files), len(reader.files), cap)
         return built, journal.with_grown(grown)
 
@@ -252,13 +251,3 @@ def _with_source(blend: Blender, source: IndexedDataPipe) -> Blender:
     if given.get("schedule"):
         said["schedule"] = [[number, with_none(weights)] for number, weights in given["schedule"]]
     return grown.changed(_given=given_with(blend, **said))
-
-
-def _by_weights_in_recipe(graph: IndexedDataPipe, name: str) -> IndexedDataPipe:
-    """A blend by its sources' lengths and a temperature says its weights, which more files would change."""
-    blend = path_to_blend(graph, name)[-1][0]
-    assert isinstance(blend, Blender)
-    if blend.exact or blend._given is None or "weights" in arguments_of(blend):
-        return graph
-    weights = dict(zip(blend.sources, blend.weights, strict=True))
-    return rewritten(graph, {id(blend): blend.changed(_given=given_with(blend, weights=weights, temperature=None))})

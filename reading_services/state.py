@@ -31,7 +31,7 @@ from ..datapipes.journal import (
 )
 from ..datapipes.read import TokenReader
 from ..datapipes.steps import Schedule, StepTable
-from ..datapipes.weights import quantise
+from ..datapipes.weights import quantise, tempered
 
 __all__ = [
     "FORMAT",
@@ -41,6 +41,7 @@ __all__ = [
     "identity_of",
     "mismatches",
     "other_mixtures",
+    "said_mixture",
     "same_mixture",
     "size_of",
 ]
@@ -185,7 +186,7 @@ def _other_mixture(journal: Journal, roster: Roster, graph: IndexedDataPipe) -> 
     began = {row.source: row.weight for row in roster.rows}
     changes = [e for e in journal.weights if e.blend == roster.blend]
     now = dict(zip(roster.sources, changes[-1].weights, strict=False)) if changes else began
-    here = dict(zip(blend.sources, blend.weights, strict=True))
+    here = said_mixture(blend, roster)
     if not (blend.exact and roster.exact) and not any(same_mixture(here, mixture) for mixture in (began, now)):
         yield (
             f"blend {roster.blend!r}: weights {_shares(here)} here; the run began with {_shares(began)}"
@@ -198,6 +199,15 @@ def _other_mixture(journal: Journal, roster: Roster, graph: IndexedDataPipe) -> 
     for source, cap in zip(blend.sources, blend.given_caps, strict=True):
         if source in caps and (cap or 0) not in caps[source]:
             yield f"blend {roster.blend!r}: source {source!r} ends after {cap or 'no'} samples here, not {caps[source]}"
+
+
+def said_mixture(blend: Blender, roster: Roster) -> dict[str, int]:
+    """The weights that a graph's blend says; of one by its sources' lengths, by those that the run began with."""
+    lengths = {row.source: row.length for row in roster.rows}
+    if blend.temperature is None or not all(lengths.get(source) for source in blend.sources):
+        return dict(zip(blend.sources, blend.weights, strict=True))
+    shares = tempered([float(lengths[source]) for source in blend.sources], blend.temperature)
+    return dict(zip(blend.sources, quantise(blend.sources, shares), strict=True))
 
 
 def same_mixture(a: dict[str, int], b: dict[str, int]) -> bool:
