@@ -20,7 +20,7 @@ from ..datapipes.fingerprint import (
 from ..datapipes.grow import part_of_source, reader_of
 from ..datapipes.journal import GrownEntry, Journal, Roster, RosterRow, WeightsEntry, path_to_blend
 from ..datapipes.weights import quantise
-from .state import State, check_same_order, identity_of, mismatches, other_mixtures, said_mixture, same_mixture
+from .state import State, check_same_order, identity_of, is_known, mismatches, other_mixtures, said_mixture
 
 __all__ = ["amended", "nothing_changed"]
 
@@ -44,12 +44,9 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
         return _grown_alone(state, graph, step, sample)
     assert isinstance(blend, Blender)
     roster = journal.roster("") or _roster_of(state, blend, graph)
-    changes = [entry.weights for entry in journal.weights if not entry.blend]
-    weights = dict(zip(roster.sources, changes[-1] if changes else [row.weight for row in roster.rows], strict=False))
     present = dict(zip(blend.sources, blend.children, strict=True))
     here = said_mixture(blend, roster)
-    began = {row.source: row.weight for row in roster.rows}
-    new_mixture = not any(same_mixture(here, mixture) for mixture in (began, weights))
+    new_mixture = not is_known(here, journal, roster)
     came_or_went = False
     for row in roster.rows:
         child = present.get(row.source)

@@ -39,11 +39,13 @@ __all__ = [
     "State",
     "check_same_order",
     "identity_of",
+    "is_known",
     "mismatches",
     "other_mixtures",
     "said_mixture",
     "same_mixture",
     "size_of",
+    "weights_in_force",
 ]
 
 FORMAT = "tokenpipe-state"
@@ -183,11 +185,9 @@ def _other_mixture(journal: Journal, roster: Roster, graph: IndexedDataPipe) -> 
         yield str(error)
         return
     assert isinstance(blend, Blender)
-    began = {row.source: row.weight for row in roster.rows}
-    changes = [e for e in journal.weights if e.blend == roster.blend]
-    now = dict(zip(roster.sources, changes[-1].weights, strict=False)) if changes else began
+    began, now = {row.source: row.weight for row in roster.rows}, weights_in_force(journal, roster)
     here = said_mixture(blend, roster)
-    if not (blend.exact and roster.exact) and not any(same_mixture(here, mixture) for mixture in (began, now)):
+    if not ((blend.exact and roster.exact) or is_known(here, journal, roster)):
         yield (
             f"blend {roster.blend!r}: weights {_shares(here)} here; the run began with {_shares(began)}"
             f"{' as an exact union (weights=None)' if roster.exact else ''} and now has {_shares(now)}"
@@ -199,6 +199,19 @@ def _other_mixture(journal: Journal, roster: Roster, graph: IndexedDataPipe) -> 
     for source, cap in zip(blend.sources, blend.given_caps, strict=True):
         if source in caps and (cap or 0) not in caps[source]:
             yield f"blend {roster.blend!r}: source {source!r} ends after {cap or 'no'} samples here, not {caps[source]}"
+
+
+def weights_in_force(journal: Journal, roster: Roster) -> dict[str, int]:
+    """The integer weights of a blend after its last change."""
+    changes = [entry.weights for entry in journal.weights if entry.blend == roster.blend]
+    return dict(zip(roster.sources, changes[-1] if changes else [row.weight for row in roster.rows], strict=False))
+
+
+def is_known(here: dict[str, int], journal: Journal, roster: Roster) -> bool:
+    """Whether a graph's weights are those that the run began with (less what was dropped), or has now."""
+    began = {row.source: row.weight for row in roster.rows}
+    left = {source: weight for source, weight in began.items() if source in roster.live}
+    return any(same_mixture(here, mixture) for mixture in (began, left, weights_in_force(journal, roster)))
 
 
 def said_mixture(blend: Blender, roster: Roster) -> dict[str, int]:
