@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from ..datapipes import Certificate, certify
 from ..datapipes.errors import ConfigurationError
-from .runs import add_run_arguments, as_steps, escaped, open_run, seen_steps
+from .runs import add_run_arguments, as_steps, open_run, seen_steps
+from .tables import escaped
 
 __all__ = ["add_arguments", "run"]
 

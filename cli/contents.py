@@ -21,8 +21,8 @@ from ..datapipes.errors import ConfigurationError
 from ..datapipes.formats.own import read_header
 from ..datapipes.tokenize import load_tokenizer
 from ..reading_services import DataLoader2
-from .runs import add_run_arguments, as_steps, escaped, open_run, spaces_in
-from .tables import Table, print_json
+from .runs import add_run_arguments, as_steps, open_run, spaces_in
+from .tables import Table, escaped, print_json
 
 __all__ = ["add_arguments", "run"]
 

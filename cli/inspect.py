@@ -11,6 +11,8 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from .tables import escaped
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -119,18 +121,11 @@ def samples(reader: "TokenReader", tokenizer: Any, count: int, tokens: int) -> I
             start = int(ends[document - 1]) if document else 0
             stop = int(ends[document])
             name = reader.document_id(document)
-            what = (
-                f"document {document:,}{f' ({printable(name)})' if name is not None else ''}, {stop - start:,} tokens"
-            )
+            what = f"document {document:,}{f' ({escaped(name)})' if name is not None else ''}, {stop - start:,} tokens"
         else:
             start, stop = document * tokens, file.tokens
             what = f"from token {start:,} on"
         ids = reader.fetch(np.arange(start, min(stop, start + tokens), dtype=np.int64)).tolist()
         cut = " …" if stop - start > tokens else ""
         yield f"{what}:"
-        yield f"    {' '.join(map(str, ids)) if tokenizer is None else printable(tokenizer.decode(ids))}{cut}"
-
-
-def printable(text: str) -> str:
-    """On one line, and without control characters, which a terminal would obey."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        yield f"    {' '.join(map(str, ids)) if tokenizer is None else escaped(tokenizer.decode(ids))}{cut}"

@@ -8,7 +8,7 @@ from ..datapipes.audit.ledger import Spaces, spaces_by_name
 from ..datapipes.errors import ConfigurationError, OutOfRangeError, StateError
 from ..reading_services import DataLoader2
 
-__all__ = ["add_run_arguments", "as_steps", "escaped", "open_run", "seen_steps", "spaces_in"]
+__all__ = ["add_run_arguments", "as_steps", "open_run", "seen_steps", "spaces_in"]
 
 MOST_STATE_BYTES = 1 << 20
 """Of a state file, white space and all."""
@@ -89,14 +89,3 @@ def seen_steps(loader: DataLoader2) -> range:
     if not step + begun:
         raise ConfigurationError("the state is from before the first step: say which --steps A:B to look at")
     return range(step + begun)
-
-
-def escaped(text: str) -> str:
-    """Text as a terminal may show it: control characters, direction marks and backslashes as escapes.
-
-    >>> print(escaped("a\\n\\x1b[31mb é"))
-    a\\n\\x1b[31mb é
-    """
-    return "".join(
-        c if c.isprintable() and c != "\\" else c.encode("unicode_escape", "backslashreplace").decode() for c in text
-    )

@@ -5,9 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .runs import escaped
-
-__all__ = ["Table", "print_json"]
+__all__ = ["Table", "escaped", "print_json"]
 
 
 class Table:
@@ -41,6 +39,17 @@ class Table:
             for name, cell, width in zip(self._head, cells, self._widths, strict=True)
         ]
         print("  ".join(aligned).rstrip())
+
+
+def escaped(text: str) -> str:
+    """Text as a terminal may show it, on one line: control characters, direction marks and backslashes as escapes.
+
+    >>> print(escaped("a\\n\\x1b[31mb é"))
+    a\\n\\x1b[31mb é
+    """
+    return "".join(
+        c if c.isprintable() and c != "\\" else c.encode("unicode_escape", "backslashreplace").decode() for c in text
+    )
 
 
 def print_json(record: "dict[str, Any]") -> None:

@@ -16,8 +16,8 @@ from typing import Any
 from ..datapipes.audit.ledger import origin_of
 from ..datapipes.errors import ConfigurationError
 from ..reading_services import DataLoader2
-from .runs import add_run_arguments, as_steps, escaped, open_run, seen_steps, spaces_in
-from .tables import Table, print_json
+from .runs import add_run_arguments, as_steps, open_run, seen_steps, spaces_in
+from .tables import Table, escaped, print_json
 
 __all__ = ["add_arguments", "run"]
 

@@ -282,13 +282,9 @@ class TokenReader(TokenSpace):
 
         Raises OutOfRangeError, TokenFileError.
         """
-        left = document - self.first_document
-        for file, ids in zip(self.files, self.document_ids(), strict=True):
-            if 0 <= left < file.documents:
-                return None if ids is None else ids[left]
-            left -= file.documents
-        first, stop = self.first_document, self.first_document + sum(file.documents for file in self.files)
-        raise OutOfRangeError(f"source {self.name!r} has documents {first} … {stop - 1}; {document} is not one of them")
+        file, within = self._located(document)
+        ids = self.document_ids()[file]
+        return None if ids is None else ids[within]
 
     def document_range(self, document: "int | str") -> tuple[int, int]:
         """Which of the source's tokens make up a document: (first, stop).
@@ -307,16 +303,21 @@ class TokenReader(TokenSpace):
                     + (f"; by their numbers: {', '.join(map(str, found[:8]))}" if found else "")
                 )
             document = found[0]
-        left = as_count("document", document, 0) - self.first_document
-        for file, first in zip(self.files, self.first_tokens.tolist(), strict=False):
-            if 0 <= left < file.documents:
-                ends = file.document_ends()
-                return first + (int(ends[left - 1]) if left else 0), first + int(ends[left])
-            left -= file.documents
-        documents = sum(file.documents for file in self.files)
+        file, within = self._located(as_count("document", document, 0))
+        ends, first = self.files[file].document_ends(), int(self.first_tokens[file])
+        return first + (int(ends[within - 1]) if within else 0), first + int(ends[within])
+
+    def _located(self, document: int) -> tuple[int, int]:
+        """(index of the file that holds a document, its number in that file). Raises OutOfRangeError."""
+        within = document - self.first_document
+        for f, file in enumerate(self.files):
+            if 0 <= within < file.documents:
+                return f, within
+            within -= file.documents
+        first, stop = self.first_document, self.first_document + sum(file.documents for file in self.files)
         raise OutOfRangeError(
             f"source {self.name!r} has no document {document}: "
-            + (f"it has {documents:,}" if documents else "its files store no document ends")
+            + (f"it has {first} … {stop - 1}" if stop > first else "its files store no document ends")
         )
 
     def find_documents(self, document_id: str) -> list[int]:

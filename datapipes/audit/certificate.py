@@ -176,8 +176,7 @@ def certify(run: "IndexedDataPipe | Auditable", steps: range) -> Certificate:
     Raises OutOfRangeError beyond the run's end, ConfigurationError where a `map` makes other rows than the
     files': what was delivered is certified by `batch_certificate` alone.
     """
-    if not isinstance(steps, range) or steps.step != 1 or steps.start < 0:
-        raise ConfigurationError(f"steps must be a range with step 1 from 0 or later, got {steps!r}")
+    ledger.check_steps(steps)
     graph = run if isinstance(run, IndexedDataPipe) else run.datapipe
     while graph.trunk and graph.steps is not None:  # what stands above the batcher is given rows, whatever it makes
         graph = graph.datapipe

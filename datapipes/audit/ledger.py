@@ -21,6 +21,7 @@ __all__ = [
     "RowDocument",
     "Spaces",
     "WhenRecord",
+    "check_steps",
     "consumed_by_source",
     "contents",
     "documents",
@@ -130,6 +131,12 @@ def steps_of(graph: IndexedDataPipe) -> tuple[StepTable, int]:
         return batcher.steps, batcher.micro_batch_size
     dp = graph.topology.dp_size if graph.topology else 1
     return StepTable.of(((0, dp),), dp), 1
+
+
+def check_steps(steps: range) -> None:
+    """Raises ConfigurationError unless these are consecutive steps of a run."""
+    if not isinstance(steps, range) or steps.step != 1 or steps.start < 0:
+        raise ConfigurationError(f"steps must be a range with step 1 from 0 or later, got {steps!r}")
 
 
 def consumed_by_source(graph: IndexedDataPipe, samples: int) -> "dict[str, int]":
@@ -288,8 +295,7 @@ def when(graph: IndexedDataPipe, source: str, token: "int | range", steps: range
     that the graph does not have.
     """
     tokens = _as_tokens(token)
-    if not isinstance(steps, range) or steps.step != 1 or steps.start < 0:
-        raise ConfigurationError(f"steps must be a range with step 1 from 0 or later, got {steps!r}")
+    check_steps(steps)
     view = _View(graph)
     low, high = view.steps.start(steps.start), min(view.steps.start(max(steps.stop, steps.start)), view.bound)
     spaces = spaces_by_name(view.order)

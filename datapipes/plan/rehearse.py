@@ -5,8 +5,9 @@ shows a plan as a table or a picture.
 """
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -69,7 +70,8 @@ class PlannedSource:
     file_bytes: int
 
 
-class PlannedSteps(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class PlannedSteps:
     """Steps of one global batch size."""
 
     first_step: int
@@ -118,7 +120,7 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The plan as plain dicts, lists, numbers and strings."""
-        return _plain(dataclasses.asdict(self) | {"batches": [batch._asdict() for batch in self.batches]})
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def __str__(self) -> str:
         from .view import render_plan
@@ -133,12 +135,6 @@ class Plan:
         from .view import draw_plan
 
         draw_plan(self, path)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def plan(

@@ -108,7 +108,7 @@ class _Builder:
         self.built: dict[str, IndexedDataPipe | None] = {}
 
     def graph(self) -> IndexedDataPipe:
-        value = self.mapping(self.document.value, (), ("tokenpipe", "graph", "shared"))
+        value = self.document.mapping(self.document.value, (), ("tokenpipe", "graph", "shared"))
         if value.get("tokenpipe") != VERSION or isinstance(value["tokenpipe"], bool):
             raise self.document.error(
                 ("tokenpipe",),
@@ -234,7 +234,7 @@ class _Builder:
                 place, f"{name} takes a function, which a recipe cannot hold: put it on the loaded graph"
             )
         forks = ("sources", "each") if takes_several else ()
-        self.mapping(given, place, (*parameters, *forks), f"argument of {name}")
+        self.document.mapping(given, place, (*parameters, *forks), f"argument of {name}")
         arguments = {argument: value for argument, value in given.items() if argument not in forks}
         if takes_several and "sources" in given:
             if below is not None:
@@ -316,11 +316,3 @@ class _Builder:
         if isinstance(value, list):
             return [self.path(item) for item in value]
         return os.path.join(self.folder, value) if isinstance(value, str) and "://" not in value else value  # noqa: PTH118
-
-    def mapping(self, value: Any, place: Place, valid: "tuple[str, ...]", what: str = "key") -> "dict[str, Any]":
-        if not isinstance(value, dict):
-            raise self.document.error(place, f"a mapping was expected, got {value!r:.80}")
-        for key in value:
-            if key not in valid:
-                raise self.document.error((*place, key), f"no {what} is called {key!r:.80}. {nearest(key, valid)}")
-        return value

@@ -22,7 +22,7 @@ from ..read import TokenReader
 from ..topology import Topology
 from ..weights import as_shares
 from .files import _names
-from .text import Document, Place, nearest, parse
+from .text import Document, Place, parse
 
 __all__ = ["is_nanotron", "load_nanotron"]
 
@@ -92,11 +92,11 @@ class _Stage:
 class _Config:
     def __init__(self, document: Document, folder: str, dtype: object) -> None:
         self.document, self.folder, self.dtype = document, folder, dtype
-        self.config = self.mapping(document.value, ())
+        self.config = self.document.mapping(document.value, ())
 
     def graph(self, topology: Topology, micro_batch_size: "int | None") -> IndexedDataPipe:
-        tokens = self.mapping(self.config.get("tokens"), ("tokens",))
-        parallelism = self.mapping(self.config.get("parallelism"), ("parallelism",))
+        tokens = self.document.mapping(self.config.get("tokens"), ("tokens",))
+        parallelism = self.document.mapping(self.config.get("parallelism"), ("parallelism",))
         self.sequence_length = self.count(tokens, "sequence_length", ("tokens",))
         micro = self.count(tokens, "micro_batch_size", ("tokens",))
         accumulated = self.count(tokens, "batch_accumulation_per_replica", ("tokens",))
@@ -139,7 +139,7 @@ class _Config:
         return stages
 
     def stage(self, value: Any, at: Place) -> _Stage:
-        stage = self.mapping(value, at, STAGE)
+        stage = self.document.mapping(value, at, STAGE)
         length = stage.get("sequence_length")
         if length is not None and length != self.sequence_length:
             raise self.document.error(
@@ -147,14 +147,14 @@ class _Config:
                 f"{length!r:.40} is another than tokens.sequence_length={self.sequence_length}: a graph has one, and "
                 "resize_sequences changes it",
             )
-        data = self.mapping(stage.get("data"), (*at, "data"), DATA)
+        data = self.document.mapping(stage.get("data"), (*at, "data"), DATA)
         where = (*at, "data", "dataset")
         dataset = data.get("dataset")
         if not isinstance(dataset, dict) or any(key.startswith("hf_") for key in dataset):
             raise self.document.error(
                 where, "a data set of token files was expected (dataset_folder or dataset_path); tokenize text first"
             )
-        self.mapping(dataset, where, DATASET)
+        self.document.mapping(dataset, where, DATASET)
         for key in REFUSED:
             if dataset.get(key):
                 raise self.document.error((*where, key), f"{key} cannot be followed: leave it out")
@@ -231,14 +231,6 @@ class _Config:
         return [by_path.get(path, 0.0) for path in sources]
 
     # Small things -------------------------------------------------------------------------------------
-
-    def mapping(self, value: Any, at: Place, valid: "tuple[str, ...] | None" = None) -> "dict[str, Any]":
-        if not isinstance(value, dict):
-            raise self.document.error(at, f"a mapping was expected, got {value!r:.80}")
-        for key in value:
-            if valid is not None and key not in valid:
-                raise self.document.error((*at, key), f"no key is called {key!r:.80}. {nearest(key, valid)}")
-        return value
 
     def count(self, values: "dict[str, Any]", key: str, at: Place, minimum: int = 1) -> int:
         if key not in values:

@@ -6,7 +6,7 @@ from typing import Any
 from ..core import as_count
 from ..steps import StepTable
 from ..weights import as_shares, linear_ramp, tempered
-from .text import Document, Place, nearest
+from .text import Document, Place
 
 __all__ = ["planned_changes"]
 
@@ -34,9 +34,7 @@ def planned_changes(
         at = (*place, i)
         if not isinstance(entry, dict):
             raise document.error(at, f"{{step: …, weights: …}} was expected, got {entry!r:.80}")
-        for key in entry:
-            if key not in KEYS:
-                raise document.error((*at, key), f"no key is called {key!r:.80}. {nearest(key, KEYS)}")
+        document.mapping(entry, at, KEYS)
         if ("step" in entry) == ("sample" in entry) or "weights" not in entry:
             raise document.error(at, "an entry has weights, and one of step and sample")
         unit = "step" if "step" in entry else "sample"

@@ -51,6 +51,17 @@ class Document:
     def error(self, place: Place, message: str) -> RecipeError:
         return RecipeError(f"{self.at(place)}: {message}")
 
+    def mapping(
+        self, value: Any, place: Place, valid: "Iterable[str] | None" = None, what: str = "key"
+    ) -> "dict[str, Any]":
+        """`value`, if it is a mapping that has none but the valid keys. Raises RecipeError."""
+        if not isinstance(value, dict):
+            raise self.error(place, f"a mapping was expected, got {value!r:.80}")
+        for key in value:
+            if valid is not None and key not in valid:
+                raise self.error((*place, key), f"no {what} is called {key!r:.80}. {nearest(key, valid)}")
+        return value
+
     @contextmanager
     def placed(self, place: Place) -> "Iterator[None]":
         """Errors from inside get the place in the recipe, and keep their type."""

@@ -205,7 +205,8 @@ def _finished(
                 bar.keep(sum(span.end - span.start for span in spans))
             yield number, spans if piece is None else piece
 
-    with Workers(min(count, max(1, sum(1 for _ in cut_into_pieces(files, size)))), job) as workers:
+    most = max(1, sum(1 for _ in cut_into_pieces(files, size)))
+    with contextlib.closing(Workers(min(count, most), job)) as workers:
         for piece in workers.run(tasks(), bar):
             bar.count(piece)
             yield piece
@@ -229,7 +230,7 @@ def _assemble(
         if settings["ids"] is not None:
             names = DocumentIdsWriter(ids_path(writer.path))
             stack.enter_context(names)
-        reader = stack.enter_context(PieceReader(writer.dtype, names is not None))
+        reader = stack.enter_context(contextlib.closing(PieceReader(writer.dtype, names is not None)))
         for tokens, ends, text, id_ends in _content(reader, pieces, key):
             writer.write_many(tokens, ends)
             if names is not None:

@@ -208,9 +208,6 @@ class PieceReader:
         self._open.move_to_end(path)
         return self._open[path]
 
-    def __enter__(self) -> "PieceReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from .. import errors
@@ -40,7 +39,7 @@ main()
 
 
 class Workers:
-    """Processes that tokenise; to be used in `with`.
+    """Processes that tokenise, until they are closed.
 
     Args:
         count: how many. job: what worker.py needs to know, JSON-able.
@@ -162,14 +161,6 @@ class Workers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(
-        self, kind: "type[BaseException] | None", error: "BaseException | None", trace: "TracebackType | None"
-    ) -> None:
-        self.close()
 
 
 def _raise(answer: "dict[str, Any]") -> None:
