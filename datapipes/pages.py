@@ -11,7 +11,8 @@ what lies around its page too. When three quarters of `resident_bytes()` have pi
 the maps (MADV_DONTNEED: the pages stay in the page cache, and only the next touch of each pays for a minor fault) as
 large as what has come since the last one; where that does not do, because what was touched lies together, of all. The
 kernel's count in /proc/self/statm decides; where there is none, nothing is done. Beyond the bound that costs some 10 µs
-a window (200 ns a page, and a fault maps 16 and more), so the default is high; files below it cost nothing.
+a window (200 ns a page, and a fault maps 16 pages, or 2 MiB where the page cache holds large folios: no bound below a
+hundred MiB can be kept), so the default is high; files below it cost nothing.
 
 Neither changes a batch, and both belong to the machine, not to the graph or the run; so they are set where the process
 is started, and workers inherit them: TOKENPIPE_READ_AHEAD_MIB (default 16 a loader, 0: none) and
