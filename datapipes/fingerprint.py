@@ -24,6 +24,7 @@ __all__ = [
     "identity_from",
     "order_fingerprint",
     "order_of",
+    "place_of",
     "prefix_fingerprints",
     "source_contents",
     "source_identity",
@@ -124,12 +125,17 @@ def source_lines(graph: "IndexedDataPipe") -> "dict[str, str]":
             settings = {**node.order_settings, **which}
             lines[f"{kind}{place}"] = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         for i, child in enumerate(node.children):
-            name = (child.name or str(i)).replace("~", "~0").replace("/", "~1")
+            name = place_of(child.name or str(i))
             fork = len(node.children) > 1 or node.functional_name == "blend"
             walk(child, f"{place}{'/' if place else '@'}{name}" if fork else place)
 
     walk(graph, "")
     return lines
+
+
+def place_of(source: str) -> str:
+    """A source's name as a part of a path of names."""
+    return source.replace("~", "~0").replace("/", "~1")
 
 
 def source_identity(source: "IndexedDataPipe") -> str:

@@ -103,8 +103,8 @@ class TokenGather:
             for start, stop in columns:
                 self._fill(np.where(starts < 0, -1, starts + start), stop - start, out, at)
                 at += stop - start
-        WATCH.rows_left -= starts.size
-        if WATCH.rows_left < 0:
+        WATCH.rows_left = left = WATCH.rows_left - starts.size
+        if left < 0:
             WATCH.look(starts.size, let_go)
         if self.limit is not None and out.size:
             self._check_ids(out, starts, self.limit)
@@ -153,6 +153,8 @@ class TokenGather:
             return
         try:
             views = list(self._open.values())
+            if not views:  # a gather of which no row was read yet
+                return
             left = -int(-share * sum(view.size for view in views) // mmap.PAGESIZE) * mmap.PAGESIZE
             for _ in range(len(views) + 1):
                 which, begin = self._turn

@@ -13,6 +13,7 @@ from ..datapipes.fingerprint import (
     brief_names,
     identity_from,
     order_of,
+    place_of,
     prefix_fingerprints,
     source_identity,
     source_lines,
@@ -148,7 +149,7 @@ def _roster_of(state: State, blend: Blender, graph: IndexedDataPipe) -> Roster:
 
 def _saved_identity(state: State, source: str, child: "IndexedDataPipe | None") -> str:
     """What `source_identity` gave for a source when the state was saved; `child` is what it is now, if it is."""
-    place = _place(source)
+    place = place_of(source)
     here = {source: ""} if child is None else source_lines(child)
     lines: dict[str, str] = {}
     for key, value in state.order.items():
@@ -164,11 +165,6 @@ def _saved_identity(state: State, source: str, child: "IndexedDataPipe | None") 
     if any(name.startswith("#") for name in state.order) or not names <= state.sources.keys():
         return UNKNOWN
     return identity_from(lines, {name: state.sources[name] for name in names})
-
-
-def _place(source: str) -> str:
-    """A source's name as the lines of an order have it."""
-    return source.replace("~", "~0").replace("/", "~1")
 
 
 def _files_before(source: IndexedDataPipe, saved: str) -> "int | None":
@@ -191,7 +187,7 @@ def _files_before(source: IndexedDataPipe, saved: str) -> "int | None":
 
 
 def _check_length(state: State, source: str, child: IndexedDataPipe, graph: IndexedDataPipe) -> None:
-    place = _place(source)
+    place = place_of(source)
     line = state.order.get(f"slice_sequences@{place}") or state.order.get("slice_sequences:*")
     if line and json.loads(line).get("sequence_length") != child.sequence_length:
         raise _refused(state, graph, "another sequence length goes by resize_sequences(S2, after=...)")

@@ -11,7 +11,7 @@ import pytest
 
 from tokenpipe.datapipes import TokenFileWriter, TokenReader, Topology, kernels, pages
 from tokenpipe.datapipes.errors import ConfigurationError, SourceExhaustedError, TokenFileError
-from tokenpipe.datapipes.gather import TokenGather
+from tokenpipe.datapipes.gather import TokenGather, all_gathers, let_go
 
 
 @pytest.fixture
@@ -220,3 +220,17 @@ def test_a_kernel_is_compiled_also_while_a_process_that_holds_its_lock_is_stoppe
     monkeypatch.setattr(kernels, "LONGEST_WAIT", 0.1)
     with kernels._alone(tmp_path / "a.lock"), kernels._alone(tmp_path / "a.lock"), kernels._alone(tmp_path / "b" / "c"):
         assert (tmp_path / "a.lock").exists()
+
+
+def test_every_gather_lets_go_and_reads_the_same_again(tmp_path):
+    files = []
+    for name in ("prose", "code"):
+        files.append(tmp_path / f"{name}.npy")
+        np.save(files[-1], np.arange(40_000, dtype=np.uint16))
+    graph = TokenReader(files[0]).slice_sequences(32)
+    before = graph.fetch(range(500)).tolist()
+    unread = TokenGather([TokenReader(files[1])])  # it has mapped nothing yet
+    assert unread in all_gathers()
+    for share in (0.01, 0.5, 1.0):
+        let_go(share)
+        assert graph.fetch(range(500)).tolist() == before

@@ -9,7 +9,7 @@ from ..core import IndexedDataPipe, as_count
 from ..errors import ArgumentTypeError, ConfigurationError
 from ..read import TokenReader
 
-__all__ = ["read_tokens"]
+__all__ = ["read_tokens", "source_names"]
 
 
 def read_tokens(
@@ -46,7 +46,7 @@ def read_tokens(
         raise ConfigurationError("spec names no token file")
     if order not in (None, "nanoset"):
         raise ConfigurationError(f"order is {order!r}; None (the blend) or 'nanoset' would do")
-    readers = [TokenReader(path, dtype, name) for path, name in zip(paths, _names(paths), strict=True)]
+    readers = [TokenReader(path, dtype, name) for path, name in zip(paths, source_names(paths), strict=True)]
     slices = [reader.slice_sequences(sequence_length) for reader in readers]
     if order == "nanoset":
         if num_samples is None:
@@ -60,7 +60,7 @@ def read_tokens(
     return graph if num_samples is None else graph.limit(samples=as_count("num_samples", num_samples))
 
 
-def _names(paths: "list[Any]") -> "list[str | None]":
+def source_names(paths: "list[Any]") -> "list[str | None]":
     """A reader's default name (None: its stem) where that is one source's alone, else with as much of the
     folders as tells them apart: "wiki/tokens" and "code/tokens".
     """

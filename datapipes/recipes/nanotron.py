@@ -21,7 +21,7 @@ from ..errors import ArgumentTypeError
 from ..read import TokenReader
 from ..topology import Topology
 from ..weights import as_shares
-from .files import _names
+from .files import source_names
 from .text import Document, Place, parse
 
 __all__ = ["is_nanotron", "load_nanotron"]
@@ -199,7 +199,7 @@ class _Config:
         first = {path: stage for stage in reversed(stages) for path in stage.paths}
         paths = list(dict.fromkeys(path for stage in stages for path in stage.paths))
         found: dict[str, IndexedDataPipe] = {}
-        for path, name in zip(paths, _names(paths), strict=True):
+        for path, name in zip(paths, source_names(paths), strict=True):
             stage = first[path]
             dtype = stage.dtype if self.dtype is None else self.dtype
             where = os.path.join(self.folder, path)  # noqa: PTH118  # an URL stays one
