@@ -14,6 +14,7 @@ import argparse
 from tqdm import tqdm
 
 from ..datapipes import Certificate, certify
+from ..datapipes.atomic import check_replaceable
 from ..datapipes.errors import ConfigurationError
 from .runs import add_run_arguments, as_steps, open_run, seen_steps
 from .tables import escaped
@@ -37,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("give RECIPE and --output FILE, or --compare A B")
     if arguments.steps is None and arguments.state is None:
         raise ConfigurationError("without --state no step is over: say which --steps A:B to certify")
+    check_replaceable(arguments.output)
     steps = None if arguments.steps is None else as_steps(arguments.steps)
     loader = open_run(arguments)
     steps = seen_steps(loader) if steps is None else steps

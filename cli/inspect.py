@@ -36,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ..datapipes import TokenReader, verify_token_file
+    from ..datapipes.core import as_count
 
+    as_count("--samples", arguments.samples, 0)
+    as_count("--tokens", arguments.tokens)
     reader = TokenReader(arguments.file, dtype=arguments.dtype)
     tokenizer: Any = None
     if arguments.tokenizer:

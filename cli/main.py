@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from ..datapipes.errors import TokenpipeError
-
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, str] = {
@@ -26,7 +24,16 @@ FAILED, INTERRUPTED = 1, 130
 
 
 def main(arguments: "Sequence[str] | None" = None) -> int:
-    """Runs one subcommand; gives its exit status: 0 done, 1 failed (said on stderr), 2 wrong usage."""
+    """Runs one subcommand; gives its exit status: 0 done, 1 failed (said on stderr), 2 wrong usage, 130 interrupted."""
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:  # while the library is imported, too
+        return INTERRUPTED
+
+
+def _main(arguments: "Sequence[str] | None") -> int:
+    from ..datapipes.errors import TokenpipeError  # here: this imports torch, which takes seconds
+
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="tokenpipe", description="Prepare, rehearse and audit the data of a pretraining run."
@@ -50,7 +57,6 @@ def main(arguments: "Sequence[str] | None" = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (TokenpipeError, OSError) as error:
-        print(f"tokenpipe {parsed.command}: {error}", file=sys.stderr)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))  # the place in a recipe
+        print(f"tokenpipe {parsed.command}: {error}{notes}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED

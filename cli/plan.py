@@ -11,6 +11,7 @@ import argparse
 import json
 
 from ..datapipes import Topology, load_recipe
+from ..datapipes.atomic import check_replaceable
 from ..datapipes.errors import BatchSizeError
 from ..reading_services import DataLoader2
 from .runs import add_run_arguments, read_state
@@ -34,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     dp, micro_batch = arguments.dp, arguments.micro_batch
+    if arguments.picture is not None:
+        check_replaceable(arguments.picture)
     try:
         graph = load_recipe(arguments.recipe, Topology(dp_size=dp), micro_batch)
         dp = micro_batch = None

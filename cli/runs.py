@@ -75,7 +75,7 @@ def as_steps(text: str) -> range:
     except ValueError:
         start = stop = -1
     if not 0 <= start < stop < 1 << 62:
-        raise ConfigurationError(f"steps are N, or a:b with 0 <= a < b (b is not among them), got {text!r}")
+        raise ConfigurationError(f"steps are N, or a:b with 0 <= a < b < 2**62 (b is not among them), got {text!r}")
     return range(start, stop)
 
 

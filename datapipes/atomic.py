@@ -4,13 +4,25 @@ What is written is on the disk before it has its name, and the name is before th
 """
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-__all__ = ["NewFile", "replacing", "sync_folder"]
+__all__ = ["NewFile", "check_replaceable", "replacing", "sync_folder"]
+
+
+def check_replaceable(path: "str | os.PathLike[str]") -> None:
+    """Raises OSError, with the path as it was given, where `replacing(path)` cannot begin: to ask before long work."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a folder has this name; a file was to be written", str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no folder to write this file in", str(path))
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "its folder cannot be written", str(path))
 
 
 class NewFile:
@@ -20,6 +32,7 @@ class NewFile:
     """
 
     def __init__(self, path: "str | os.PathLike[str]") -> None:
+        check_replaceable(path)
         self.path = Path(path)
         handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
         self._temporary = Path(name)

@@ -249,7 +249,8 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
         """Tokens a row (S); a row also carries the label token after them."""
         lengths = {child.sequence_length for child in self.children}
         if len(lengths) != 1:
-            raise ConfigurationError(f"{type(self).__name__} has no single sequence_length: {sorted(lengths)}")
+            what = f"several: {sorted(lengths)}" if lengths else "none: slice_sequences(S) above the reader gives one"
+            raise ConfigurationError(f"{type(self).__name__} has no single sequence_length, but {what}")
         return lengths.pop()
 
     def route(self, numbers: Int64s) -> tuple[Int64s, Int64s]:

@@ -6,10 +6,13 @@ import numpy as np
 
 from ._torch import functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count
-from .errors import ArgumentTypeError, ConfigurationError
+from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError
 from .read import TokenSpace
 
 __all__ = ["SequenceSlicer", "TokenWindows"]
+
+MOST_FOUND = 10_000_000
+"""Rows that one question is answered with."""
 
 
 class TokenWindows(IndexedDataPipe):
@@ -126,6 +129,11 @@ class SequenceSlicer(TokenWindows):
         unit, rest = np.divmod(tokens - 1, self.unit)
         within = (rest // self._length) * self.units + unit
         length = self.samples_per_pass
+        count = -(-hi // length) - lo // length
+        if count * within.size > MOST_FOUND:
+            raise OutOfRangeError(
+                f"source {self.name!r}: more than {MOST_FOUND:,} of its rows hold what was asked for; ask fewer steps"
+            )
         epochs = np.arange(lo // length, -(-hi // length), dtype=np.int64) * length
         found = (epochs[:, None] + within).reshape(-1)
         return found[(found >= lo) & (found < hi)]

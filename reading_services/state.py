@@ -162,7 +162,9 @@ def mismatches(state: State, graph: IndexedDataPipe) -> list[str]:
         if a is None or b is None:
             found.append(f"source {name!r}: {'not in the saved run' if a is None else 'not in this graph'}")
         else:
-            found.append(f"source {name!r}: other contents ({', '.join(paths.get(name, []))})")
+            files = [entry.files for entry in state.journal.grown if entry.source == name]
+            grown = f"; it has grown to {files[-1]} files, which all belong here, in their order" if files else ""
+            found.append(f"source {name!r}: other contents ({', '.join(paths.get(name, []))}){grown}")
     if not found:  # a node that one side has for every source, and the other for some
         found = [
             f"{key}: saved {state.order.get(key)}, here {order.get(key)}" for key in state.order.keys() ^ order.keys()
@@ -239,8 +241,9 @@ def _short(text: str) -> str:
 
 
 def _shares(weights: dict[str, int]) -> str:
+    """With digits enough to be copied into a recipe: shares are kept to 2⁻³²."""
     total = sum(weights.values())
-    return ", ".join(f"{source} {weight / total:.4g}" for source, weight in weights.items() if weight)
+    return ", ".join(f"{source} {weight / total:.11g}" for source, weight in weights.items() if weight)
 
 
 def _paths(graph: IndexedDataPipe) -> dict[str, list[str]]:

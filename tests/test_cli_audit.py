@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from tokenpipe.cli.main import main
-from tokenpipe.datapipes import Certificate, TokenFileWriter, TokenReader, Topology, certify
+from tokenpipe.datapipes import (
+    Certificate,
+    IndexedDataPipe,
+    TokenFileWriter,
+    TokenReader,
+    Topology,
+    certify,
+    load_recipe,
+)
+from tokenpipe.datapipes.errors import StateMismatchError
 from tokenpipe.datapipes.formats.ids import DocumentIdsWriter, ids_path
 from tokenpipe.datapipes.tokenize import load_tokenizer
 from tokenpipe.reading_services import DataLoader2
@@ -405,3 +414,44 @@ def test_a_certificate_cannot_be_had_of_steps_whose_files_are_gone(changed, tmp_
     capsys.readouterr()
     assert main([*arguments, "--output", str(tmp_path / "d")]) == 1
     assert "'code' was dropped" in capsys.readouterr().err and not (tmp_path / "d").exists()
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_work_and_by_its_own_name(folder, tmp_path, capsys):
+    (tmp_path / "there").mkdir()
+    for output in (tmp_path / "nowhere" / "x.cert", tmp_path / "there"):
+        # so many steps that working them out first would not end
+        command = ["certify", str(folder / "run.yaml"), "--steps", "0:1000000000000", "--output", str(output)]
+        assert main(command) == 1
+        assert f"{str(output)!r}\n" in capsys.readouterr().err
+    command = ["plan", str(folder / "run.yaml"), "--steps", "3", "--picture", str(tmp_path / "nowhere" / "x.png")]
+    assert main(command) == 1
+    out, err = capsys.readouterr()
+    assert not out and "nowhere/x.png'" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes came with Python 3.11")
+def test_a_file_that_is_missing_is_told_with_its_place_in_the_recipe(folder, tmp_path, capsys):
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text("tokenpipe: 1\ngraph:\n  - read: {paths: gone.tok}\n  - slice_sequences: {sequence_length: 8}\n")
+    assert main(["plan", str(recipe), "--steps", "3"]) == 1
+    err = capsys.readouterr().err
+    assert "gone.tok'" in err and "run.yaml, line 3: graph[0].read" in err
+
+
+def test_the_weights_that_a_refusal_tells_are_accepted(folder):
+    def graph(weights: str) -> IndexedDataPipe:
+        sources = "{prose: {paths: prose.tok}, more: {paths: more.tok}, code: {paths: code.tok}}"
+        each = "[{slice_sequences: {sequence_length: 32}}, {permute: {seed: 7}}]"
+        blend = f"{{blend: {{sources: {sources}, each: {each}, weights: {weights}}}}}"
+        return load_recipe(f"tokenpipe: 1\ngraph: [{blend}, {{batch_samples: {{micro_batch_size: 4}}}}]", folder=folder)
+
+    loader = DataLoader2(graph("{prose: 3, more: 6, code: 1}"))
+    loader.seek(3)
+    loader.drop_source("code")
+    state = loader.state_dict()
+    with pytest.raises(StateMismatchError, match="now has prose") as refused:
+        DataLoader2.from_state(state, graph("{prose: 0.3333, more: 0.6667, code: 0}"))
+    now = str(refused.value).partition("now has ")[2].splitlines()[0]
+    told = ", ".join(part.replace(" ", ": ") for part in now.split(", "))
+    assert DataLoader2.from_state(state, graph(f"{{{told}, code: 0}}")).step == 3

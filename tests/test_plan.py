@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from tokenpipe.cli.main import main
-from tokenpipe.datapipes import MAX_NUMBER, IndexedDataPipe, TokenReader, Topology, load_recipe, write_recipe
+from tokenpipe.datapipes import (
+    MAX_NUMBER,
+    IndexedDataPipe,
+    TokenReader,
+    Topology,
+    linear_ramp,
+    load_recipe,
+    write_recipe,
+)
 from tokenpipe.datapipes.errors import (
     ConfigurationError,
     LoaderError,
@@ -535,3 +543,14 @@ def test_a_hold_out_in_training_is_said(source, recipe, tmp_path, capsys):
     (tmp_path / "evaluation.yaml").write_text(write_recipe(held, tmp_path))
     assert main(["plan", recipe, "--steps", "5", "--holdout", str(tmp_path / "evaluation.yaml")]) == 0
     assert "hold-out in training" in capsys.readouterr().out
+
+
+def test_no_stretch_of_a_ramps_timeline_is_so_short_that_single_samples_show(source):
+    ramp = linear_ramp(2001, 6402, {"a": 1, "b": 9}, {"a": 9, "b": 1})
+    blend = source("a", 500).blend(source("b", 500), weights=[1, 9], schedule=ramp)
+    found = plan(blend.batch_samples(8), 1000)
+    stretches = np.diff([0, *found.timeline.tokens]) // found.sequence_length
+    assert stretches.sum() == found.samples == 8000
+    counts = np.diff([0, *found.timeline.samples["a"]])
+    shares = counts / stretches
+    assert np.abs(np.diff(shares)).max() < 0.1

@@ -550,7 +550,9 @@ def test_a_big_endian_dtype_is_refused_rather_than_read_the_other_way_round(toke
         TokenReader(token_file("tokens.bin", 400), dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "u2,u2", "uint64", "int8", "object", "garbage", 3, {"names": ["a"]}])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "u2,u2", "uint64", "int8", "object", "garbage", 3, {"names": ["a"]}]
+)
 def test_a_dtype_that_holds_no_tokens_is_refused_with_those_that_do(token_file, dtype):
     with pytest.raises(ConfigurationError, match="uint16"):
         TokenReader(token_file("tokens.bin", 400), dtype=dtype)

@@ -21,7 +21,7 @@ def as_dtype(value: object) -> np.dtype:
     except (TypeError, ValueError):
         dtype = None
     name = getattr(dtype, "name", "")
-    if dtype is None or dtype != DTYPES.get(name):  # another byte order is another dtype
+    if dtype is None or name not in DTYPES or dtype != DTYPES[name]:  # another byte order is another dtype
         raise ConfigurationError(
             f"dtype {value!r} cannot hold tokens; one of {', '.join(DTYPES)} (little-endian) would do"
         )

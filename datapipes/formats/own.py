@@ -281,12 +281,11 @@ def verify_token_file(path: "str | os.PathLike[str]") -> None:
     """Reads a whole token file of ours and compares its hash. Raises TokenFileError."""
     from . import read_layout
 
+    if read_header(path) is None:
+        raise TokenFileError(f"{os.fspath(path)}: not a tokenpipe token file, so it carries no hash")
     found = read_layout(path)
     with found.local.open("rb") as file:
-        head = file.read(HEADER)
-        if not recognises(head):
-            raise TokenFileError(f"{os.fspath(path)}: not a tokenpipe token file, so it carries no hash")
-        compare_hash(os.fspath(path), head, file)
+        compare_hash(os.fspath(path), file.read(HEADER), file)
 
 
 def compare_hash(path: str, head: bytes, file: "IO[bytes]") -> None:

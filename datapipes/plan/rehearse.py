@@ -6,6 +6,7 @@ shows a plan as a table or a picture.
 
 import dataclasses
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -265,7 +266,18 @@ def _timeline(
     steps = table.next_step(stop) - table.step_of(begin)
     stretches = min(steps, TIMELINE)  # about as many samples in each, and whole steps
     places = [table.next_step(begin + (stop - begin) * i // stretches) for i in range(1, stretches + 1)]
-    ends = sorted({*(min(table.start(step), stop) for step in places), *changes} - {begin})
+    least = (stop - begin) // (2 * max(1, stretches))  # a shorter stretch would show the rounding of single samples
+    ends, last = [stop] if stop > begin else [], begin
+    for change in sorted(changes):
+        if min(change - last, stop - change) >= max(1, least):
+            ends.append(change)
+            last = change
+    borders = [begin, *sorted(ends)]
+    for place in (min(table.start(step), stop) for step in places):
+        i = bisect_left(borders, place)
+        if i < len(borders) and min(borders[i] - place, place - borders[i - 1]) >= max(1, least):
+            ends.append(place)
+    ends = sorted({*ends})
     rows = [counts.samples(begin, end) for end in ends]
     return Timeline(
         tuple(table.next_step(end) for end in ends),
@@ -291,7 +303,8 @@ def _about_sources(found: Plan) -> Iterator[str]:
     last = found.first_step + found.steps
     if found.steps < found.asked_steps:
         yield (
-            f"the run ends before step {last:,}, after {found.steps:,} of the {found.asked_steps:,} steps: {found.end}"
+            f"the run ends before step {last:,}, after {found.steps:,} of the {found.asked_steps:,} steps: "
+            f"{found.end or 'numbers of samples end at 2**63 - 2'}"
             + (f"; {found.left_over:,} samples make no whole step" if found.left_over else "")
         )
     sources = found.sources
@@ -308,7 +321,7 @@ def _about_sources(found: Plan) -> Iterator[str]:
             else "are exhausted, so that samples repeat",
             [
                 f"{s.name!r} ({'before' if s.exhausted_step is None else f'step {s.exhausted_step:,}'}; "
-                f"{s.epochs_after:.2f} epochs by step {last:,})"
+                f"{s.epochs_after:,.2f} epochs by step {last:,})"
                 for s in repeated
             ],
         )

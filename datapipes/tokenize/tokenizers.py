@@ -145,6 +145,8 @@ def load_tokenizer(spec: "str | os.PathLike[str]", end_of_text: "str | None" = N
     path = Path(text)
     if path.is_dir():
         path = path / "tokenizer.json"
+        if not path.exists():
+            raise TokenFileError(f"{text}: a folder without a tokenizer.json")
     if not path.exists():
         return _from_hub(Tokenizer, text, end_of_text)
     try:
