@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_state import hostile_values, mutated, places
+from test_state import hostile_values, mutated, places, watched  # noqa: F401  (a fixture)
 
 from tokenpipe.datapipes import IndexedDataPipe, TokenFileWriter, TokenReader, Topology
 from tokenpipe.datapipes.errors import (
@@ -137,8 +137,9 @@ class Book:
 
     @property
     def said(self) -> list[dict[int, int]]:
-        """The mixtures that a graph may name: an exact union is none by weights, until its weights change."""
-        return [*([] if self.exact else [self.base]), *([self.now] if len(self.mixtures) > 1 else [])]
+        """The mixtures that a graph may name: how the run began, that less what was dropped, and how it is now."""
+        left = {number: weight for number, weight in self.base.items() if number not in self.dropped}
+        return [self.base, *([left] if any(left.values()) else []), self.now]
 
     def start(self, step: int) -> int:
         sample = 0
@@ -281,9 +282,11 @@ def accepted(book: Book, sheet: Sheet) -> bool:
     """Whether a state of this book loads on this graph without amend."""
     if not book.roster:
         files = tuple((number, book.files[number]) for number in book.order)
-        if sheet.sources != files or (sheet.weights is None) != book.exact:
-            return False
-        return book.exact or any(same_mixture(sheet.drawn() or {}, mixture) for mixture in book.said)
+        if sheet.sources != files or sheet.weights is None:
+            return sheet.sources == files and book.exact
+        changed = [book.now] if len(book.mixtures) > 1 else []
+        said = [*([] if book.exact else [book.base]), *changed]
+        return any(same_mixture(sheet.drawn() or {}, mixture) for mixture in said)
     here = dict(sheet.sources)
     if any(here.get(number) != book.files[number] for number in book.live):
         return False
@@ -694,7 +697,7 @@ class Story:
         others = [n for n in book.order if n not in kept and book.names[n] == SHELF[n][0]]
         kept += [n for n in others if self.draw(st.booleans(), f"{SHELF[n][0]} is still there")]
         kept = self.draw(st.permutations(kept), "in order")
-        exact = book.exact and (begun or len(book.mixtures) == 1 or self.draw(st.booleans(), "exact"))
+        exact = book.exact and self.draw(st.booleans(), "exact")
         weights = None if exact else tuple(mixture.get(n, 0) for n in kept)
         return Sheet(tuple((n, book.files[n]) for n in kept), weights)
 
@@ -725,8 +728,14 @@ class Story:
         book = copy.deepcopy(book)
         text = json.dumps(state) if self.draw(st.booleans(), "as text") else state
         self.crew = Crew.resumed(self.shelf, book, consumed, text, sheet, dp, micro, size=size)
+        here = self.crew.state()
+        if "rosters" in here["journal"] and not book.roster:  # it says what began, since the graph does not
+            assert book.exact or not same_mixture(sheet.drawn() or {}, book.base)
+            book.roster = True
+            del here["journal"]["rosters"]
+            here["version"] = state["version"]
         if book.schedule == old:
-            assert self.crew.state() == state, "a state comes back unchanged"
+            assert here == state, "a state comes back unchanged"
         self.predict()
 
     def torn(self, book: Book, consumed: int, sheet: Sheet) -> bool:
@@ -868,7 +877,7 @@ DEEDS = [
 ]
 
 
-@settings(max_examples=SOAK // 4 or 80, report_multiple_bugs=False)
+@settings(max_examples=SOAK // 4 or 60, report_multiple_bugs=False)
 @given(data=st.data())
 def test_whatever_is_changed_no_sample_comes_twice_and_none_is_lost_but_those_named(shelf, data):
     story = Story(shelf, data)
@@ -1098,10 +1107,14 @@ def test_a_graph_may_say_the_weights_that_are_in_force(shelf):
     loader.seek(3)
     loader.update_weights([1, 5])
     state = loader.state_dict()
-    for weights in ([3, 1], [1, 5]):
-        other = DataLoader2.from_state(state, batched(blend_of(shelf, 0, 1, weights=weights)))
-        assert other.state_dict() == state
-        assert held(other, 9) == held(loader, 9)
+    assert DataLoader2.from_state(state, batched(blend_of(shelf, 0, 1, weights=[3, 1]))).state_dict() == state
+    graph = batched(blend_of(shelf, 0, 1, weights=[1, 5]))
+    other = DataLoader2.from_state(state, graph)
+    assert held(other, 9) == held(loader, 9)
+    begun = other.state_dict()  # which now says what the run began with
+    assert begun["journal"].pop("rosters")[0][2] == [["a", 3 * 2**30, 0, 17, ""], ["b", 2**30, 0, 9, ""]]
+    assert begun | {"version": 1} == state
+    assert DataLoader2.from_state(other.state_dict(), graph).state_dict() == other.state_dict()
     with pytest.raises(StateMismatchError):
         DataLoader2.from_state(state, batched(blend_of(shelf, 0, 1, weights=[1, 1])))
 
@@ -1274,11 +1287,12 @@ def test_growth_at_the_border_of_an_epoch_begins_with_the_new_files(shelf):
     loader = DataLoader2(shelf.source(2).blend(weights=[1]).batch_samples(1, global_batch_size=rows))
     loader.seek(2)
     loader.grow_source("c", shelf.files[2][1], "uint16")
-    new = len(set(shelf.order(2, 1, 2, 1)))
+    new = shelf.rows(2, 1, 2)
+    fresh = sorted(shelf.order(2, 1, 2, 1)[:new])
     places = [r.token for step in range(8) for r in loader.contents(step)]
-    assert sorted(places[12 : 12 + new]) == sorted(shelf.order(2, 1, 2, 1)), "nothing seen before the new is through"
+    assert sorted(places[12 : 12 + new]) == sorted(shelf.order(2, 1, 2, 1)[:new]), "nothing seen before the new"
     both = sorted(places[12 + new : 12 + new + rows + new])
-    assert both == sorted([*shelf.order(2, 0, 1, 1)[:rows], *shelf.order(2, 1, 2, 1)[:new]]), "then an epoch of all"
+    assert both == sorted([*shelf.order(2, 0, 1, 1)[:rows], *fresh]), "then an epoch of all"
 
 
 @settings(max_examples=SOAK // 4 or 40)
@@ -1848,7 +1862,7 @@ def test_changes_are_recorded_until_the_journal_says_that_it_is_full(shelf, what
     graph = batched(blend_of(shelf, 0, 1, 2, weights=[3, 1, 1]))
     state = DataLoader2(graph).state_dict()
     entries: list[Any] = []
-    while len(json.dumps(entries, separators=(",", ":"))) < MOST_BYTES * 9 // 16:  # nearly
+    while len(json.dumps(entries, separators=(",", ":"))) < MOST_BYTES * 39 // 64:  # nearly
         entries.append(recorded(len(entries) + 1))
     state["version"] = 1 if what == "weights" else 2
     state["journal"][what] = entries
@@ -1907,14 +1921,14 @@ def rich_state(shelf: Shelf) -> tuple[Any, IndexedDataPipe]:
     return loader.state_dict(), graph(2, 0, 1, 2)
 
 
-def check_hostile(state: Any, graph: IndexedDataPipe) -> bool:
+def check_hostile(state: Any, graph: IndexedDataPipe, load: Any = None) -> bool:
     """Our own error and nothing changed, or an exact restore of all that the state says. Whether it was taken."""
     loader = DataLoader2(graph)
     iterator = iter(loader)
     first = taken(iterator, 1)
     before = loader.state_dict()
     try:
-        loader.load_state_dict(state)
+        (load or (lambda function, value: function(value)))(loader.load_state_dict, state)
     except TokenpipeError as error:
         assert len(str(error)) < 20_000
         assert loader.state_dict() == before
@@ -1950,28 +1964,28 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def test_hostile_journals_are_our_own_error_or_an_exact_restore(shelf):
+def test_hostile_journals_are_our_own_error_or_an_exact_restore(shelf, watched):  # noqa: F811
     rng = random.Random(41)
     hostile = hostile_values()
     state, graph = rich_state(shelf)
     assert check_hostile(state, graph)
     assert state["journal"].keys() >= {"weights", "grown", "jumps", "excluded", "rosters"}
     accepted = 0
-    for k in range(SOAK or 700):
+    for k in range(SOAK or 500):
         bad = copy.deepcopy(state)
         if k % 3:  # the journal alone
             bad["journal"] = mutated(bad["journal"], rng, hostile)
         else:
             bad = mutated(bad, rng, hostile)
         try:
-            accepted += check_hostile(bad, graph)
+            accepted += check_hostile(bad, graph, watched)
         except BaseException:
             print(f"state {k}: {bad!r:.3000}")
             raise
-    assert accepted < (SOAK or 700) / 3, "the mutations change nothing"
+    assert accepted < (SOAK or 500) / 3, "the mutations change nothing"
 
 
-HUGE = [2**31, 2**32, 2**53, 2**62, 2**63 - 9, 2**63 - 2]
+HUGE = [2**31, 2**32, 2**53, 2**62, 2**63 - 9, 2**63 - 2] if SOAK else [2**31, 2**62, 2**63 - 2]
 
 
 @pytest.mark.parametrize("kind", ["weights", "grown", "jumps", "excluded", "rosters", "breakpoints"])
