@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["WATCH", "ReadAhead", "read_ahead_bytes", "resident_bytes"]
 
 READ_AHEAD_BATCHES = 32
-LOOK = 32  # gathers between two looks
+LOOK = 128  # gathers between two looks, each of which costs some 10 µs
+LOOK_NEAR = 32  # the same where files are mapped that may not all stay
 MOUTHFUL = 16 << 20  # bytes that are best let go of at once: some 1 ms
 
 
@@ -85,11 +86,11 @@ class _Watch:
         # the first look finds what was before; only a later one can tell
         self.reading = self._disk not in (None, disk) and read_ahead_bytes() > 0
         self._disk = disk
-        bound, grown = resident_bytes(), 0
+        bound, grown, most = resident_bytes(), 0, LOOK
         if bound and FileMap.mapped > bound - (bound >> 2):
-            grown = self._check(bound, let_go)
+            grown, most = self._check(bound, let_go), LOOK_NEAR
         # soon after the start, then now and then; sooner where a fault maps much around its page
-        self._pause = self._pause // 2 or 1 if grown > min(bound >> 4, MOUTHFUL) else min(self._pause * 2, LOOK)
+        self._pause = self._pause // 2 or 1 if grown > min(bound >> 4, MOUTHFUL) else min(self._pause * 2, most)
         self.rows_left = rows * self._pause
 
     def _check(self, bound: int, let_go: "Callable[[float], None]") -> int:
