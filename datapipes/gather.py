@@ -131,8 +131,6 @@ class TokenGather:
                     self._map(starts, width)
                 mapped = self.address[piece] > 0
                 row, piece = row[mapped], piece[mapped]
-            if not piece.size:
-                return
             begin = np.maximum(self.first[piece], starts[row])
             count = np.minimum(self.first[piece + 1], starts[row] + width) - begin
             size = np.abs(self.itemcode[piece])

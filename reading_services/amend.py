@@ -21,6 +21,7 @@ from ..datapipes.fingerprint import (
 from ..datapipes.grow import part_of_source, reader_of
 from ..datapipes.journal import GrownEntry, Journal, Roster, RosterRow, WeightsEntry, path_to_blend
 from ..datapipes.weights import quantise
+from .parse import check_roster, parse_line
 from .state import State, check_same_order, identity_of, is_known, mismatches, other_mixtures, said_mixture
 
 __all__ = ["amended", "nothing_changed"]
@@ -29,9 +30,11 @@ UNKNOWN = "?"
 """The identity of a source that a state says too little of: no source that is there has it."""
 
 
-def amended(state: State, graph: IndexedDataPipe) -> Journal:
+def amended(state: State, graph: IndexedDataPipe, same_sources: bool = False) -> Journal:
     """The state's journal, and from the next step on what this graph has otherwise: weights, sources that came
     or went, or have more files. A source with other files or settings under its old name counts as another one.
+
+    same_sources: where a source is another one, that is an error at once (and no file is read again).
 
     Raises StateMismatchError where anything else differs, or a state says too little (more than 32 sources).
     """
@@ -42,6 +45,8 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
     try:
         blend = path_to_blend(graph)[-1][0]
     except JournalError:
+        if same_sources:
+            raise
         return _grown_alone(state, graph, step, sample)
     assert isinstance(blend, Blender)
     roster = journal.roster("") or _roster_of(state, blend, graph)
@@ -64,6 +69,8 @@ def amended(state: State, graph: IndexedDataPipe) -> Journal:
             roster, came_or_went = roster.changed(row.source, dropped=saved), True
         elif saved == UNKNOWN:
             raise _refused(state, graph, f"it says too little of source {row.source!r} to tell whether that changed")
+        elif source_identity(child) != saved and same_sources:
+            raise JournalError(f"source {row.source!r} is another one")
         elif source_identity(child) != saved:
             if (had := _files_before(child, saved)) is not None:
                 reader = reader_of(child)
@@ -99,8 +106,10 @@ def nothing_changed(state: State, graph: IndexedDataPipe) -> Journal:
 
     Raises StateMismatchError for any other that is not the saved one, with all that differs.
     """
+    if not state.journal.weights:
+        check_same_order(state, graph)  # raises, with what differs
     try:
-        journal = amended(state, graph)
+        journal = amended(state, graph, same_sources=True)
     except (StateError, JournalError):
         journal = state.journal
     if journal.entries != state.journal.entries or mismatches(replace(state, journal=journal), graph):
@@ -125,7 +134,7 @@ def _refused(state: State, graph: IndexedDataPipe, why: str) -> StateMismatchErr
 def _roster_of(state: State, blend: Blender, graph: IndexedDataPipe) -> Roster:
     """What the run began with, from the state's own words."""
     try:
-        settings = json.loads(state.order["blend"])
+        settings = parse_line(state, "blend")
         names = list(state.sources)
         if len(settings["weights"]) > 1:
             said = settings["sources"]  # the names, or where those are many or long, a digest of them
@@ -133,18 +142,23 @@ def _roster_of(state: State, blend: Blender, graph: IndexedDataPipe) -> Roster:
         weights = settings["weights"]
         caps = settings.get("caps") or [0] * len(weights)
         lengths = dict(zip(blend.sources, map(len, blend.children), strict=True))
-        rows = [
-            RosterRow(name, int(weight), int(cap), int(weight) if settings["exact"] else lengths.get(name, 0), "")
+        exact = int(bool(settings["exact"]))
+        rows = tuple(
+            RosterRow(name, weight + 0, cap + 0, weight if exact else lengths.get(name, 0), "")
             for name, weight, cap in zip(names, weights, caps, strict=True)
-        ]
-    except (KeyError, ValueError, TypeError, StopIteration):
+        )
+        roster = Roster("", exact, rows)
+        check_roster(roster)
+        if not all(type(name) is str for name in names):
+            raise ValueError(names)
+    except (StateError, KeyError, ValueError, TypeError, StopIteration):
         raise _refused(
             state,
             graph,
             "it does not say what its blend began with (more than 32 sources, or blends in blends); load it with the "
             "graph it was saved from, and change the running loader",
         ) from None
-    return Roster("", int(bool(settings["exact"])), tuple(rows))
+    return roster
 
 
 def _saved_identity(state: State, source: str, child: "IndexedDataPipe | None") -> str:
@@ -188,8 +202,8 @@ def _files_before(source: IndexedDataPipe, saved: str) -> "int | None":
 
 def _check_length(state: State, source: str, child: IndexedDataPipe, graph: IndexedDataPipe) -> None:
     place = place_of(source)
-    line = state.order.get(f"slice_sequences@{place}") or state.order.get("slice_sequences:*")
-    if line and json.loads(line).get("sequence_length") != child.sequence_length:
+    key = next((k for k in (f"slice_sequences@{place}", "slice_sequences:*") if k in state.order), "")
+    if key and parse_line(state, key).get("sequence_length") != child.sequence_length:
         raise _refused(state, graph, "another sequence length goes by resize_sequences(S2, after=...)")
 
 
@@ -217,16 +231,19 @@ def _check_rest(state: State, graph: IndexedDataPipe, journal: Journal) -> None:
 
     here = rest(identity_of(with_rosters(graph, journal, identity=True))[0])
     saved = rest(state.order)
-    exhausted = [json.loads(lines.get("blend", "{}")).get("on_exhausted") for lines in (here, saved)]
-    if {**here, "blend": ""} != {**saved, "blend": ""} or exhausted[0] != exhausted[1]:
+    ends = json.loads(here.get("blend", "{}")).get("on_exhausted"), parse_line(state, "blend").get("on_exhausted")
+    if {**here, "blend": ""} != {**saved, "blend": ""} or ends[0] != ends[1]:
         raise _refused(state, graph, "weights, sources and files of sources can change, nothing else")
 
 
 def _check_plan(state: State, roster: Roster, blend: Blender, number: int) -> None:
     """Raises unless the blend's schedule is the saved one up to `number`; what was planned for later may change."""
     planned = [[n, dict(zip(blend.sources, weights or (), strict=True))] for n, weights, _ in blend.schedule]
-    line = json.loads(state.order.get("blend", "{}"))
-    saved = [[n, dict(zip(roster.sources, weights, strict=False))] for n, weights in line.get("schedule", [])]
+    try:
+        line = parse_line(state, "blend")
+        saved = [[n + 0, dict(zip(roster.sources, weights, strict=False))] for n, weights in line.get("schedule", [])]
+    except (TypeError, ValueError):
+        raise StateError("order: the blend's schedule is no list of numbers and weights") from None
 
     def before(plan: "list[Any]") -> "list[Any]":
         return [[n, {s: w for s, w in weights.items() if w}] for n, weights in plan if n < number]

@@ -13,7 +13,7 @@ from ..datapipes.steps import Breakpoint, Schedule
 from ..datapipes.weights import LARGEST_TOTAL, SCALE
 from .state import FORMAT, MOST_BYTES, State, size_of
 
-__all__ = ["parse_state"]
+__all__ = ["check_roster", "parse_line", "parse_state"]
 
 
 def parse_state(value: Any) -> State:
@@ -104,11 +104,25 @@ def _later_entries(journal: dict[str, Any]) -> tuple[Any, ...]:
     if len({roster.blend for roster in rosters}) != len(rosters):
         raise StateError("journal.rosters: a blend is there twice")
     for roster in rosters:
-        total = sum(row.weight for row in roster.rows)
-        fits = 0 < total < LARGEST_TOTAL if roster.exact == 1 else total == SCALE
-        if roster.exact > 1 or not fits or len(set(roster.sources)) != len(roster.rows) or "" in roster.sources:
-            raise StateError(f"journal.rosters: what blend {roster.blend!r} began with is no mixture")
+        check_roster(roster)
     return grown, jumps, excluded, rosters
+
+
+def check_roster(roster: Roster) -> None:
+    """Raises StateError where what a blend began with is no mixture."""
+    total = sum(row.weight for row in roster.rows)
+    fits = 0 < total < LARGEST_TOTAL if roster.exact == 1 else total == SCALE
+    if roster.exact > 1 or not fits or len(set(roster.sources)) != len(roster.rows) or "" in roster.sources:
+        raise StateError(f"journal.rosters: what blend {roster.blend!r} began with is no mixture")
+
+
+def parse_line(state: State, key: str) -> dict[str, Any]:
+    """What a line of a state's `order` says: plain integers, strings and lists; {} where it is not there."""
+    value = _parse_json(state.order.get(key, "{}"))
+    _check_plain(value, [MOST_BYTES // 2], 0)
+    if not isinstance(value, dict):
+        raise StateError(f"order: {key} is no object")
+    return value
 
 
 def _parse_json(text: "str | bytes") -> Any:
