@@ -140,7 +140,8 @@ def with_rosters(graph: IndexedDataPipe, journal: Journal, identity: bool = Fals
                     "what came before: leave the source and its files there (weight 0 from here on draws nothing of it)"
                 )
             if row.dropped and (identity or child is None or source_identity(child) != row.dropped):
-                child = GoneSource(row.source, row.length, blend.sequence_length, row.dropped)
+                grew = any(entry.source == row.source for entry in journal.grown)  # its epochs have several lengths
+                child = GoneSource(row.source, 0 if grew else row.length, blend.sequence_length, row.dropped)
             if child is None:
                 raise JournalError(
                     f"source {row.source!r} belongs to the run and is not in this graph; drop_source (or amend=True "
