@@ -40,6 +40,8 @@ class Jumper(IndexedDataPipe):
         for (at, _), ahead in zip(self._jumps, self._ahead[1:].tolist(), strict=True):
             if at + passed >= end:
                 break
+            if at + ahead >= end:
+                return at
             passed = ahead
         return max(end - passed, 0)
 

@@ -975,6 +975,33 @@ def test_a_dropped_source_whose_files_are_gone_has_a_name_and_says_that_it_has_n
         DataLoader2.from_state(changed_run(shelf).state_dict(), as_written_now(shelf)).exclude("b", [(0, 1)])
 
 
+@pytest.mark.parametrize("grown", [False, True])
+def test_the_epochs_of_a_source_that_is_gone_are_told_as_they_were_or_not(shelf, grown):
+    loader = DataLoader2(batched(blend_of(shelf, 0, 1, weights=[3, 1])))
+    loader.seek(1)
+    if grown:
+        loader.grow_source("a", shelf.files[0][1:], "uint16")
+    loader.seek(12)
+    loader.drop_source("a")
+    other = DataLoader2.from_state(loader.state_dict(), batched(blend_of(shelf, 1, weights=[1])))
+    for step in range(12):
+        for was, now in zip(loader.contents(step), other.contents(step), strict=True):
+            assert now.epoch == was.epoch or (now.source == "a" and now.epoch == -1)
+
+
+def test_a_source_of_other_contents_does_not_speak_for_one_that_was_dropped(shelf):
+    loader = DataLoader2(batched(blend_of(shelf, 1, 0, weights=[3, 1])))
+    loader.seek(3)
+    loader.drop_source("a")
+    other = DataLoader2.from_state(loader.state_dict(), batched(blend_of(shelf, 1, 4, weights=[1, 0])))
+    assert other.state_dict() == loader.state_dict()
+    told = [record for step in range(3) for record in other.contents(step) if record.source == "a"]
+    assert len(told) == 6
+    assert {(record.token, record.file) for record in told} == {(-1, "")}
+    with pytest.raises(SourceGoneError):
+        other.tokens(0)
+
+
 BAD_CHANGES: dict[str, tuple[Callable[[DataLoader2, Shelf], None], type[TokenpipeError]]] = {
     "weights of nobody": (lambda loader, _: loader.update_weights({"x": 1}), WeightsError),
     "weights of a dropped source": (lambda loader, _: loader.update_weights({"a": 1, "b": 1, "c": 1}), WeightsError),
@@ -1117,6 +1144,37 @@ def test_a_graph_may_say_the_weights_that_are_in_force(shelf):
     assert DataLoader2.from_state(other.state_dict(), graph).state_dict() == other.state_dict()
     with pytest.raises(StateMismatchError):
         DataLoader2.from_state(state, batched(blend_of(shelf, 0, 1, weights=[1, 1])))
+
+
+def test_changes_recorded_for_later_keep_their_steps_where_a_resume_has_other_batch_sizes(shelf):
+    """A state from before them: they hold from the steps they were made at, however many samples these now have."""
+
+    def graph(size: int) -> IndexedDataPipe:
+        return batched(shelf.source(0, 0, 2).blend(shelf.source(1), weights=[3, 1]), size=size)
+
+    loader = DataLoader2(batched(blend_of(shelf, 0, 1, weights=[3, 1])))
+    loader.seek(5)
+    loader.grow_source("a", shelf.files[0][1], "uint16")
+    for step, change in ((6, lambda: loader.update_weights([0, 1])), (7, lambda: loader.exclude("b", [(0, 19)]))):
+        loader.seek(step)
+        change()
+    loader.seek(8)
+    loader.jump(2)
+    state = loader.state_dict(step=3)
+    loader = DataLoader2.from_state(state, graph(16))
+    records = [record for step in range(12) for record in loader.contents(step)]
+    assert [record.step for record in records] == [step for step in range(12) for _ in range(8 if step < 3 else 16)]
+    assert {record.source for record in records if record.step < 6} == {"a", "b"}
+    assert {record.source for record in records if record.step >= 6} == {"b"}
+    assert all(record.masked == (record.step >= 7) for record in records if record.source == "b")
+    rows = [(0 if record.source == "a" else 1, record.token, False) for record in records]
+    first = sum(record.step < 8 for record in records)
+    walk_of(shelf, 0, 1, rows, {8 * 3 + 16 * 2: 2})
+    given = [place for number, place, _ in rows if number == 1]
+    before = sum(number == 1 for number, *_ in rows[:first])
+    order = shelf.order(1, 0, 1, 30)
+    assert given == order[:before] + order[before + 16 : before + 16 + len(given) - before], "two steps of 8 left out"
+    assert DataLoader2.from_state(loader.state_dict(), graph(16)).state_dict() == loader.state_dict()
 
 
 # Amended ------------------------------------------------------------------------------------------------
@@ -2058,3 +2116,30 @@ def test_journals_that_nobody_wrote_are_refused_or_restored(shelf, entries):
             assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
         finally:
             tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"jumps": [[3, 24, 8], [2, 16, 8]]}, "order"),
+        ({"weights": [[3, 24, "", [2**31, 2**31]], [2, 16, "", [2**32, 0]]]}, "order"),
+        ({"excluded": [[3, 24, "a", 0, 1], [2, 16, "a", 0, 1]]}, "order"),
+        ({"jumps": [[2, 17, 8]]}, "17"),
+        ({"jumps": [[2, 16, 0]]}, "jumps"),
+        ({"excluded": [[2, 16, "a", 5, 5]]}, "ranges"),
+        ({"grown": [[2, 16, "a", 2, 1, 0]]}, "2 to 1"),
+        ({"grown": [[2, 16, "a", 0, 1, 0]]}, "0 to 1"),
+        ({"grown": [[2, 16, "a", 1, 2, 0], [3, 24, "a", 1, 3, 0]]}, "1 to 3"),
+        ({"weights": [[2, 16, "", [2**32 - 1, 2]]]}, "2\\*\\*32"),
+        ({"rosters": [["", 0, [["a", 2**32, 0, 17, ""]]]] * 2}, "twice"),
+        ({"rosters": [["", 2, [["a", 2**32, 0, 17, ""]]]]}, "mixture"),
+        ({"rosters": [["", 0, [["a", 2**32, 0, 17, ""], ["a", 0, 0, 9, ""]]]]}, "mixture"),
+        ({"grown": [[2, 16, "a", 1, 2]]}, "int"),
+        ({"holes": [[2, 16]]}, "holes"),
+    ],
+)
+def test_a_journal_that_contradicts_itself_is_a_state_error_that_says_what(shelf, entries, says):
+    graph = batched(blend_of(shelf, 0, 1, weights=[3, 1]))
+    state = DataLoader2(graph).state_dict()
+    with pytest.raises(StateError, match=says):
+        DataLoader2(graph).load_state_dict(state | {"version": 2, "journal": state["journal"] | entries})
