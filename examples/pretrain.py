@@ -373,7 +373,10 @@ def ask(s: Settings, step: int) -> bool:
     found = loader.when(source=asked.source, token=token, steps=range(s.steps))
     for place in found:
         print(f"  → step {place.step}, rank {place.rank}, micro-batch {place.micro_batch}, row {place.row}")
-    return same and (asked.step, asked.rank, asked.micro_batch, asked.row) in found
+    there = any(row[:4] == (asked.step, asked.rank, asked.micro_batch, asked.row) for row in found)
+    if not there:
+        print("  → the row that was asked for is not among them")
+    return same and there
 
 
 def draw(s: Settings) -> Path:
