@@ -715,7 +715,7 @@ class Story:
         assert accepted(book, sheet)
         dp, micro = self.draw(LAYOUTS, "layout")
         if self.torn(book, consumed, sheet):
-            with pytest.raises(StateMismatchError, match="inside step"):
+            with pytest.raises(StateMismatchError, match="still draws from source"):
                 Crew.resumed(self.shelf, copy.deepcopy(book), consumed, state, sheet, 1, 1)
             return
         size = UNIT * self.draw(st.integers(1, 2), "steps of") if self.draw(st.booleans(), "another size") else None
@@ -739,8 +739,8 @@ class Story:
         self.predict()
 
     def torn(self, book: Book, consumed: int, sheet: Sheet) -> bool:
-        """Whether the rest of the step that is going on draws from a source that the graph does not have."""
-        rest = book.rows[consumed : book.start(book.next_step(consumed))]
+        """Whether the step that is going on, or comes next, draws from a source that the graph does not have."""
+        rest = book.rows[consumed : book.start(book.step_of(consumed) + 1)]
         return not {(number, book.files[number]) for number, *_ in rest} <= set(sheet.sources)
 
     def predict(self) -> None:
@@ -813,7 +813,7 @@ class Story:
                 Crew.resumed(self.shelf, copy.deepcopy(book), crew.consumed, state, sheet, crew.dp, crew.micro)
         rest = {number for number, *_ in book.rows[crew.consumed : sample]}
         if not rest <= files.keys():
-            with pytest.raises(StateMismatchError, match="inside step"):
+            with pytest.raises(StateMismatchError, match="still draws from source"):
                 Crew.resumed(
                     self.shelf, copy.deepcopy(book), crew.consumed, state, sheet, crew.dp, crew.micro, amend=True
                 )
