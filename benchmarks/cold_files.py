@@ -26,7 +26,6 @@ import json
 import mmap
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import machine, table
+from report import machine, run_child, table
 
 SHAPES = [(8, 2048), (4, 8192)]
 WAYS = ["kernel alone", "windows alone (MADV_RANDOM)", "**read-ahead**", "page cache"]
@@ -116,15 +115,11 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).resolve()), "--child"]
     environment = dict(os.environ)
     environment.pop("TOKENPIPE_READ_AHEAD_MIB", None)
     if job["way"] in WAYS[:2]:
         environment["TOKENPIPE_READ_AHEAD_MIB"] = "0"
-    done = subprocess.run(command, input=json.dumps(job), env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the process for {job['way']} failed:\n{done.stderr}")
-    return json.loads(done.stdout)
+    return run_child(__file__, job, f"for {job['way']}", environment)
 
 
 # Here -------------------------------------------------------------------------------------------------------

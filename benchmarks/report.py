@@ -2,12 +2,16 @@
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["machine", "table"]
+__all__ = ["machine", "run_child", "table"]
 
 
 def machine(*packages: str) -> str:
@@ -25,6 +29,15 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def run_child(script: str, job: Any, what: str, environment: "Mapping[str, str] | None" = None) -> Any:
+    """What `script --child` prints as JSON, given a job as JSON, in a process of its own."""
+    command = [sys.executable, str(Path(script).resolve()), "--child"]
+    done = subprocess.run(command, input=json.dumps(job), env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the process {what} failed:\n{done.stderr}")
+    return json.loads(done.stdout)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

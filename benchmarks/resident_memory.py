@@ -21,7 +21,6 @@ import argparse
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import machine, table
+from report import machine, run_child, table
 
 LOOK = 8  # batches between two looks at the memory
 ROWS, LENGTH, FILES = 8, 2048, 4
@@ -73,12 +72,8 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(job: dict[str, Any], bound: int) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).resolve()), "--child"]
     environment = {**os.environ, "TOKENPIPE_RESIDENT_MIB": str(bound)}
-    done = subprocess.run(command, input=json.dumps(job), env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the process with {bound} MiB failed:\n{done.stderr}")
-    return json.loads(done.stdout)
+    return run_child(__file__, job, f"with {bound} MiB", environment)
 
 
 def report(results: dict[int, dict[str, Any]]) -> str:

@@ -30,14 +30,13 @@ import ctypes
 import gc
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from report import machine, table
+from report import machine, run_child, table
 
 SEQUENCE_LENGTH, GLOBAL_BATCH = 8, 256
 WEIGHTS = {"prose": 0.8, "code": 0.2}
@@ -157,11 +156,7 @@ def measure(folder: Path, samples: int, repeats: int) -> tuple[dict[str, Any], i
     tiny = folder / "tiny"
     tiny.mkdir()
     job = {"paths": paths, "samples": samples, "tiny": write_sparse(tiny, 10_000), "repeats": repeats}
-    command = [sys.executable, str(Path(__file__).resolve()), "--child"]
-    done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the process for N = {samples:,} failed:\n{done.stderr}")
-    return json.loads(done.stdout), sum(len(files) for files in paths.values())
+    return run_child(__file__, job, f"for N = {samples:,}"), sum(len(files) for files in paths.values())
 
 
 def report(results: dict[int, dict[str, Any]]) -> str:

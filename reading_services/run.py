@@ -168,6 +168,6 @@ class IndexedRun:
         for source in gone_sources(graph):
             if after.get(source, 0) > before.get(source, 0):
                 raise StateMismatchError(
-                    f"sample {consumed} is inside step {step}, whose rest still draws from source {source!r}, which is "
-                    f"not in this graph; with the source in it, or from state_dict(step={step + 1}), it would do"
+                    f"step {step}, from sample {consumed} on, still draws from source {source!r}, which is not in this "
+                    f"graph; with the source in it, or from state_dict(step={step + 1}), it would do"
                 )
