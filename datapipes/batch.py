@@ -186,10 +186,11 @@ class SampleBatcher(IndexedDataPipe):
 
     def _places_after(self, batch: int) -> Int64s:
         """Places of the batches after this one that may be read ahead; none where they cannot be routed."""
-        order, b = sample_node(self.datapipe), self.micro_batch_size
-        numbers = np.arange((batch + 1) * b, (batch + 1 + READ_AHEAD_BATCHES) * b, dtype=np.int64)
+        order, b, end = sample_node(self.datapipe), self.micro_batch_size, self.datapipe.end
+        first = min((batch + 1) * b, end)  # there may be no number after this batch, and none above 2^63 - 1
+        numbers = np.arange(first, min(first + READ_AHEAD_BATCHES * b, end), dtype=np.int64)
         try:
-            samples = self.datapipe.sample_numbers(numbers[numbers < self.datapipe.end])
+            samples = self.datapipe.sample_numbers(numbers)
             return plan_of(order).starts(samples[samples < order.last_sample] - order.first_sample)[1]
         except Exception:  # it comes with its own batch
             return numbers[:0]

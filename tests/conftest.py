@@ -1,11 +1,14 @@
 """What all tests share: token files to read, and hypothesis profiles."""
 
+import itertools
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tokenpipe.datapipes import pages
 
 settings.register_profile(
     "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -25,3 +28,13 @@ def token_file(tmp_path: Path):
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """A disk from which something has been read at every look: read-ahead stays on."""
+    for name, value in (("reading", True), ("rows_left", 0), ("_pause", 1)):  # whatever earlier tests left
+        monkeypatch.setattr(pages.WATCH, name, value)
+    counts = itertools.count()
+    monkeypatch.setattr(pages, "_disk_counters", lambda: (next(counts), 0))
+    monkeypatch.setattr(pages, "LOOK", 1)

@@ -520,7 +520,10 @@ def nodes_without_end(data: Data) -> dict[str, Any]:
     "slice_sequences", "permute", "resize_sequences", "blend", "exact union", "concat", "zip", "map",
     "shard_ranks of one", "batch_samples of one", "collate_causal_lm of one",
 ])  # fmt: skip
-def test_the_last_number_exists_and_the_next_does_not(data, node):
+@pytest.mark.parametrize("disk", ["page cache", "slow_disk"])
+def test_the_last_number_exists_and_the_next_does_not(data, request, disk, node):
+    if disk == "slow_disk":  # what is read ahead ends where the numbers do
+        request.getfixturevalue("slow_disk")
     graph = nodes_without_end(data)[node]
     assert graph.end == LAST + 1
     assert len(graph.fetch([LAST])) == 1

@@ -1,6 +1,5 @@
 """Pages of mapped files: read ahead and let go of, with the same batches; and the kernels' cache folder."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -12,14 +11,6 @@ import pytest
 from tokenpipe.datapipes import TokenFileWriter, TokenReader, Topology, kernels, pages
 from tokenpipe.datapipes.errors import ConfigurationError, SourceExhaustedError, TokenFileError
 from tokenpipe.datapipes.gather import TokenGather, all_gathers, let_go
-
-
-@pytest.fixture
-def slow_disk(monkeypatch):
-    """A disk from which something has been read at every look: read-ahead stays on."""
-    counts = itertools.count()
-    monkeypatch.setattr(pages, "_disk_counters", lambda: (next(counts), 0))
-    monkeypatch.setattr(pages, "LOOK", 1)
 
 
 @pytest.fixture
