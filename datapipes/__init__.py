@@ -16,8 +16,8 @@ before, during and after a run:
     journal.py    what changed (grow.py, jump.py)    audit/      contents, when, certificates
 
 and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, filemap.py, pages.py
-(read-ahead, resident memory), fingerprint.py, tree.py, arguments.py (what a recipe writes down), atomic.py,
-rank_zero.py, errors.py.
+(read-ahead, resident memory), fingerprint.py, tree.py, names.py (of nodes), arguments.py (what a recipe writes down),
+atomic.py, rank_zero.py, errors.py.
 
     >>> import tempfile, numpy as np
     >>> path = tempfile.mkdtemp() + "/prose.npy"

@@ -1,0 +1,85 @@
+"""What a node of a graph is called where someone has to find it again: in an error, in a stream's state.
+
+    collate_causal_lm
+    map                          the second map of the same stretch is map#2
+    blend
+    ├─ blend.0.permute           a node with several inputs begins a stretch at each of them
+    │  blend.0.slice_sequences
+    └─ blend.1.permute
+
+A name holds the way from the nearest node above that has several inputs, so what changes beside that way changes no
+name on it. A node that several others share has the name of the first way to it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ._torch import DataPipe, IterDataPipe, MapDataPipe
+from .core import IndexedDataPipe
+
+__all__ = ["inputs_of", "node_names"]
+
+MOST_ITEMS = 10_000  # of one list that inputs are looked for in: longer ones are data
+
+
+def node_names(datapipe: DataPipe) -> dict[int, str]:
+    """{id(node): name} of every node of a graph, from its last node down; no two have the same name.
+
+    Nothing is pickled, and each node is looked at once, so that it can be asked where the graph cannot travel.
+    """
+    names: dict[int, str] = {}
+    waiting: list[tuple[DataPipe, str, Counter[str]]] = [(datapipe, "", Counter())]
+    while waiting:
+        node, stretch, seen = waiting.pop()
+        if id(node) in names:
+            continue
+        kind = functional_name_of(node)
+        seen[kind] += 1
+        name = f"{stretch}{kind}" if seen[kind] == 1 else f"{stretch}{kind}#{seen[kind]}"
+        names[id(node)] = name
+        inputs = inputs_of(node)
+        if len(inputs) == 1:
+            waiting.append((inputs[0], stretch, seen))
+        else:
+            waiting += [(child, f"{name}.{i}.", Counter()) for i, child in reversed([*enumerate(inputs)])]
+    return names
+
+
+def inputs_of(node: DataPipe) -> "list[DataPipe]":
+    """The nodes that a node reads from, in order: an indexed node's children, of a stream's nodes what stands in
+    their attributes, also within lists, tuples, sets and dicts, each once.
+
+    These are the nodes that torch's traverse_dps finds, without the pickling, and without its one way for each of the
+    paths to a shared node.
+    """
+    if isinstance(node, IndexedDataPipe):
+        return list(node.children)
+    found = {id(child): child for value in vars(node).values() for child in _datapipes_in(value)}
+    found.pop(id(node), None)
+    return list(found.values())
+
+
+def _datapipes_in(value: Any, depth: int = 0) -> Iterator[DataPipe]:
+    if isinstance(value, (IterDataPipe, MapDataPipe)):
+        yield value
+    elif isinstance(value, (list, tuple, set, frozenset, Mapping)) and depth < 4 and len(value) <= MOST_ITEMS:
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _datapipes_in(item, depth + 1)
+
+
+def functional_name_of(node: DataPipe) -> str:
+    """The verb that makes such a node, or its class in lower case where there is none."""
+    kind = type(node)
+    if name := vars(kind).get("functional_name") or (
+        isinstance(node, IndexedDataPipe) and getattr(kind, "functional_name", "")
+    ):
+        return str(name)
+    for function_of in (IterDataPipe.functions, MapDataPipe.functions):
+        for name, function in function_of.items():
+            if kind in getattr(function, "args", ()):  # torch registers a partial of the class
+                return name
+    name = kind.__name__
+    for ending in ("IterDataPipe", "MapDataPipe", "DataPipe"):
+        name = name.removesuffix(ending) or name
+    return name.strip("_").lower() or "datapipe"
