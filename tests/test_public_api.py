@@ -15,6 +15,7 @@ from tokenpipe import adapters, cli, datapipes, reading_services
 from tokenpipe.datapipes import IndexedDataPipe, audit, errors, formats, plan, recipes, tokenize
 from tokenpipe.datapipes._torch import MapDataPipe
 from tokenpipe.datapipes.fluent import ALIASES
+from tokenpipe.reading_services import workers
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ["datapipes", "adapters", "reading_services", "cli"]
@@ -24,7 +25,7 @@ PACKAGES = [datapipes, adapters, reading_services, cli]
 def modules() -> list[str]:
     return [
         f"{package.__name__}.{module.name}"
-        for package in [*PACKAGES, audit, formats, plan, recipes, tokenize]
+        for package in [*PACKAGES, audit, formats, plan, recipes, tokenize, workers]
         for module in pkgutil.iter_modules(package.__path__)
     ]
 
