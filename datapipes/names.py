@@ -18,7 +18,7 @@ from typing import Any
 from ._torch import DataPipe, IterDataPipe, MapDataPipe
 from .core import IndexedDataPipe
 
-__all__ = ["inputs_of", "node_names"]
+__all__ = ["inputs_of", "named_nodes", "node_names"]
 
 MOST_ITEMS = 10_000  # of one list that inputs are looked for in: longer ones are data
 
@@ -28,22 +28,27 @@ def node_names(datapipe: DataPipe) -> dict[int, str]:
 
     Nothing is pickled, and each node is looked at once, so that it can be asked where the graph cannot travel.
     """
-    names: dict[int, str] = {}
+    return {id(node): name for node, name in named_nodes(datapipe)}
+
+
+def named_nodes(datapipe: DataPipe) -> "Iterator[tuple[DataPipe, str]]":
+    """Every node of a graph with its name, from its last node down."""
+    seen: set[int] = set()
     waiting: list[tuple[DataPipe, str, Counter[str]]] = [(datapipe, "", Counter())]
     while waiting:
-        node, stretch, seen = waiting.pop()
-        if id(node) in names:
+        node, stretch, kinds = waiting.pop()
+        if id(node) in seen:
             continue
+        seen.add(id(node))
         kind = functional_name_of(node)
-        seen[kind] += 1
-        name = f"{stretch}{kind}" if seen[kind] == 1 else f"{stretch}{kind}#{seen[kind]}"
-        names[id(node)] = name
+        kinds[kind] += 1
+        name = f"{stretch}{kind}" if kinds[kind] == 1 else f"{stretch}{kind}#{kinds[kind]}"
+        yield node, name
         inputs = inputs_of(node)
         if len(inputs) == 1:
-            waiting.append((inputs[0], stretch, seen))
+            waiting.append((inputs[0], stretch, kinds))
         else:
             waiting += [(child, f"{name}.{i}.", Counter()) for i, child in reversed([*enumerate(inputs)])]
-    return names
 
 
 def inputs_of(node: DataPipe) -> "list[DataPipe]":
