@@ -14,7 +14,9 @@ Each is also the built-in that a caller would catch without knowing us:
     ├── TokenIdError (ValueError)             a token id that does not fit
     ├── CertificateError (ValueError)         a certificate file that is damaged, or none of ours
     ├── DocumentError (ValueError)            a text that cannot be read as documents: file, line, what is wrong
-    ├── WorkerError (RuntimeError)            a worker process that ended before its work was done
+    ├── WorkerError (RuntimeError)            a worker process that did not do its work
+    │   ├── WorkerDiedError                   three died while computing the same batch
+    │   └── WorkerStalledError                a batch that was not made in time, twice
     ├── StateError (ValueError)               a state that is not one of ours, or is damaged
     │   └── StateMismatchError                a good state, of another order
     ├── JournalError (ValueError)             a change of the run that cannot be recorded
@@ -50,7 +52,9 @@ __all__ = [
     "TokenpipeError",
     "TopologyError",
     "WeightsError",
+    "WorkerDiedError",
     "WorkerError",
+    "WorkerStalledError",
 ]
 
 
@@ -103,7 +107,15 @@ class DocumentError(TokenpipeError, ValueError):
 
 
 class WorkerError(TokenpipeError, RuntimeError):
-    """A worker process that ended before its work was done."""
+    """A worker process that ended before its work was done, or an exception in one that cannot be raised as itself."""
+
+
+class WorkerDiedError(WorkerError):
+    """A batch while computing which three workers died; the message names the signal, the batch and the node."""
+
+
+class WorkerStalledError(WorkerError):
+    """A batch that two workers did not make in time; the message names batch and node, and shows the stack."""
 
 
 class StateError(TokenpipeError, ValueError):
