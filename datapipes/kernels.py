@@ -23,7 +23,7 @@ from typing import Any
 
 from . import _kernels_numpy
 
-__all__ = ["compiled", "kernel"]
+__all__ = ["compiled", "kernel", "load_kernels"]
 
 
 def compiled() -> bool:
@@ -49,6 +49,12 @@ def kernel(name: str) -> tuple[Callable[..., Any], bool]:
                 stacklevel=2,
             )
     return getattr(_kernels_numpy, name), False
+
+
+def load_kernels() -> None:
+    """Loads, or compiles, the kernels that nearly every graph reads with."""
+    for name in ("permute", "blend_route", "gather"):
+        kernel(name)
 
 
 def _compile(name: str) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ seeds.py seeds streams.
 from .data_loader2 import DataLoader2, DataLoader2Iterator
 from .in_process import InProcessReadingService
 from .interface import CheckpointableReadingServiceInterface, ReadingServiceInterface, WorkerInfo
+from .multi_processing import MultiProcessingReadingService
 from .seeds import SeedGenerator, set_datapipes_seed, set_graph_random_seed
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "DataLoader2",
     "DataLoader2Iterator",
     "InProcessReadingService",
+    "MultiProcessingReadingService",
     "ReadingServiceInterface",
     "SeedGenerator",
     "WorkerInfo",

@@ -1,0 +1,115 @@
+"""The service that runs a graph in worker processes."""
+
+from collections.abc import Callable, Iterator
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory as pinned
+
+from ..datapipes._torch import DataPipe
+from ..datapipes.core import as_count
+from ..datapipes.errors import ArgumentTypeError, ConfigurationError
+from .in_process import InProcessReadingService
+from .interface import WorkerInfo
+from .seeds import SeedGenerator
+from .workers.numbered import NumberedItems
+from .workers.pool import Pool
+from .workers.process import context_of
+
+__all__ = ["MultiProcessingReadingService"]
+
+
+class MultiProcessingReadingService(InProcessReadingService):
+    """Runs the graph in worker processes, which may be killed at any time.
+
+    Args:
+        num_workers: how many; 0: in the main process.
+        multiprocessing_context: "forkserver" (if left out), "spawn", "fork", or a context. A fork copies the locks of
+            the process's threads as they are, and its CUDA, so it is only safe in a process that has neither.
+        worker_prefetch_cnt: items that one worker may have to make.
+        main_prefetch_cnt: items beyond those that may wait to be asked for.
+        worker_init_fn: (datapipe, WorkerInfo) → datapipe, in each worker, with each graph that it gets: one at the
+            start, on an indexed graph one more at each `iter()` and change of the run, in a stream's after sharding.
+        worker_reset_fn: (datapipe, WorkerInfo, SeedGenerator) → datapipe, in each worker of a stream, at each epoch.
+        stall_timeout: seconds that one item may take; its worker is then replaced and the item made again, once.
+            None: any time.
+        pin_memory: whether the tensors are in page-locked memory; left out, where CUDA is in use.
+
+    Indexed graphs come out in their own order with any number of workers. `num_workers` is for them what is asked
+    for: where TOKENPIPE_MAX_WORKERS (all loaders of the process together) leaves fewer, they run on those.
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 0,
+        multiprocessing_context: "str | BaseContext | None" = None,
+        worker_prefetch_cnt: int = 10,
+        main_prefetch_cnt: int = 10,
+        worker_init_fn: "Callable[[DataPipe, WorkerInfo], DataPipe] | None" = None,
+        worker_reset_fn: "Callable[[DataPipe, WorkerInfo, SeedGenerator], DataPipe] | None" = None,
+        *,
+        stall_timeout: "float | None" = 120.0,
+        pin_memory: "bool | None" = None,
+    ) -> None:
+        super().__init__(0, worker_init_fn, worker_reset_fn)
+        self.num_workers = as_count("num_workers", num_workers, 0)
+        self.worker_prefetch_cnt = as_count("worker_prefetch_cnt", worker_prefetch_cnt, 0)
+        self.main_prefetch_cnt = as_count("main_prefetch_cnt", main_prefetch_cnt, 0)
+        self.multiprocessing_context = multiprocessing_context
+        self._context = context_of(multiprocessing_context) if self.num_workers else None
+        self.worker_init_fn, self.worker_reset_fn = worker_init_fn, worker_reset_fn
+        if stall_timeout is not None:
+            if isinstance(stall_timeout, bool) or not isinstance(stall_timeout, (int, float)):
+                raise ArgumentTypeError(f"stall_timeout must be a number of seconds or None, got {stall_timeout!r}")
+            if not 0 < stall_timeout < float("inf"):
+                raise ConfigurationError(f"stall_timeout must be above 0, got {stall_timeout}; None would be no limit")
+        self.stall_timeout = stall_timeout
+        self.pin_memory = pin_memory
+        self._pool: Pool | None = None
+
+    @property
+    def worker_pids(self) -> "tuple[int, ...]":
+        """The process ids of the workers that run."""
+        return self._pool.pids if self._pool is not None else ()
+
+    @property
+    def replaced(self) -> int:
+        """How many workers were replaced so far, because they had ended or were stuck."""
+        return self._pool.replaced if self._pool is not None else 0
+
+    def initialize(self, datapipe: DataPipe) -> DataPipe:
+        if not self.num_workers:
+            return super().initialize(datapipe)
+        return datapipe
+
+    def initialize_iteration(
+        self,
+        seed_generator: SeedGenerator,
+        iter_reset_fn: "Callable[[DataPipe], DataPipe] | None" = None,
+    ) -> "Callable[[DataPipe], DataPipe] | None":
+        if not self.num_workers:
+            return super().initialize_iteration(seed_generator, iter_reset_fn)
+        return iter_reset_fn
+
+    def iterate(self, datapipe: DataPipe) -> Iterator[Any]:
+        if not self.num_workers:
+            return super().iterate(datapipe)
+        assert self._context is not None
+        if self._pool is None:
+            self._pool = Pool(self.num_workers, self._context, self.stall_timeout, elastic=True)
+        ahead = max(1, self.worker_prefetch_cnt) * len(self._pool) + self.main_prefetch_cnt
+        return NumberedItems(
+            self._pool, datapipe, self.worker_init_fn, ahead, max(1, self.worker_prefetch_cnt), self._pinned()
+        )
+
+    def _pinned(self) -> "Callable[[Any], Any] | None":
+        # to ask for page-locked memory before the process has chosen its device would begin CUDA on the first one
+        wanted = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return pinned if (wanted if self.pin_memory is None else self.pin_memory) else None
+
+    def finalize(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        super().finalize()

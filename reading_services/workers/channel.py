@@ -1,0 +1,215 @@
+"""The way between two processes: short messages over a socket, bulk in shared memory that no name leads to.
+
+A channel is one end of an AF_UNIX SOCK_SEQPACKET pair: a message arrives whole or not at all, and the end of one
+process is an end of file for the other. The sender puts what an item weighs into a slot, anonymous memory (memfd)
+whose descriptor travels with the first message that uses it. The receiver maps it and gives out arrays over it
+without a copy; once the last of them is gone the slot goes back, with the next message in the other direction.
+So nothing lies in /dev/shm or on disk, and nothing is left behind, however the processes end.
+"""
+
+import array
+import mmap
+import os
+import pickle
+import socket
+import tempfile
+import weakref
+from typing import Any
+
+import numpy as np
+
+from .packing import Packed
+
+__all__ = ["Channel", "Item", "Lease", "shared_memory"]
+
+MOST_LENT = 64  # slots of one sender that the receiver's arrays may hold; beyond that they are copied
+_LONGEST = 32 << 10  # bytes of a message; what is longer lies in a slot
+_DESCRIPTORS = socket.CMSG_SPACE(8 * array.array("i").itemsize)
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+def shared_memory(size: int) -> int:
+    """A descriptor of so many bytes that only those have who are given it."""
+    if hasattr(os, "memfd_create"):
+        memory = os.memfd_create("tokenpipe", os.MFD_CLOEXEC)
+    else:  # not Linux: a file that has lost its name
+        with tempfile.TemporaryFile() as file:
+            memory = os.dup(file.fileno())
+    try:
+        os.ftruncate(memory, size)
+    except BaseException:
+        os.close(memory)
+        raise
+    return memory
+
+
+class Item:
+    """An item that has arrived, still taken apart: `Channel.open` makes it."""
+
+    __slots__ = ("pickled", "places", "size", "slot")
+
+    def __init__(self, pickled: bytes, places: "list[tuple[int, int]]", slot: int, size: int) -> None:
+        self.pickled, self.places, self.slot, self.size = pickled, places, slot, size
+
+
+class Channel:
+    """One end. Both ends send and receive; only what `send_item` sends lies in slots.
+
+    Raises EOFError where the other end is gone.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._mine: dict[int, mmap.mmap] = {}  # slots that this end writes
+        self._free: list[int] = []  # of those: not in use by the other end
+        self._next_slot = 0
+        self._theirs: dict[int, mmap.mmap] = {}  # slots that this end reads
+        self._lent: dict[int, weakref.ref[Any]] = {}
+        self._done: list[int] = []  # read and given up, but not told yet; a finaliser may append at any time
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """The other end finds an end of file. Arrays that were given out stay."""
+        self._socket.close()
+
+    # Messages -------------------------------------------------------------------------------------------
+
+    def send(self, *message: Any, descriptors: "tuple[int, ...]" = ()) -> None:
+        """A tuple of plain values. What was read is given back with it."""
+        done = []
+        while self._done:
+            done.append(self._done.pop())
+        self._send(pickle.dumps((done, *message), 5), descriptors)
+
+    def _send(self, data: bytes, descriptors: "tuple[int, ...]") -> None:
+        if len(data) > _LONGEST:  # the message itself lies in memory of its own
+            memory = shared_memory(len(data))
+            try:
+                with mmap.mmap(memory, len(data)) as view:
+                    view[:] = data
+                self._send(pickle.dumps((None, len(data)), 5), (*descriptors, memory))
+            finally:
+                os.close(memory)
+            return
+        ancillary = []
+        if descriptors:
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        try:
+            self._socket.sendmsg([data], ancillary)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise EOFError from error
+
+    def receive(self, wait: bool = True) -> "tuple[Any, ...] | None":
+        """The next message; None where there is none and `wait` is False. Descriptors are its last element."""
+        try:
+            flags = _CLOSE_ON_EXEC if wait else _CLOSE_ON_EXEC | socket.MSG_DONTWAIT
+            data, ancillary, _, _ = self._socket.recvmsg(_LONGEST * 2, _DESCRIPTORS, flags)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except ConnectionResetError as error:
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        descriptors = array.array("i")
+        for level, kind, found in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(found[: len(found) - len(found) % descriptors.itemsize])
+        done, *message = pickle.loads(data)
+        if done is None:
+            memory = descriptors.pop()
+            try:
+                with mmap.mmap(memory, message[0]) as view:
+                    done, *message = pickle.loads(view)
+            finally:
+                os.close(memory)
+        self._free += done
+        return *message, tuple(descriptors)
+
+    # Items ----------------------------------------------------------------------------------------------
+
+    def send_item(self, item: Packed, *message: Any) -> None:
+        """A message with an item."""
+        slot, size, descriptors, dropped = -1, 0, (), None
+        if len(item.pickled) > _LONGEST // 2:  # the pickle too lies in the slot, behind the rest
+            place = item.size
+            parts = [*item.parts, (place, memoryview(item.pickled))]
+            item = Packed(b"", [*item.places, (place, len(item.pickled))], parts, place + len(item.pickled))
+        if item.parts:
+            slot, memory, dropped = self._slot(item.size)
+            view = self._mine[slot]
+            for place, part in item.parts:
+                view[place : place + part.nbytes] = part
+            size = len(view)
+            descriptors = () if memory is None else (memory,)
+        try:
+            self.send(*message, (item.pickled, item.places, slot, size, dropped), descriptors=descriptors)
+        finally:
+            if descriptors:
+                os.close(descriptors[0])
+
+    def _slot(self, size: int) -> "tuple[int, int | None, int | None]":
+        """A free slot of this size: (slot, its descriptor if it is new, a slot that it takes the place of)."""
+        fitting = [slot for slot in self._free if len(self._mine[slot]) >= size]
+        if fitting:
+            slot = min(fitting, key=lambda slot: len(self._mine[slot]))
+            self._free.remove(slot)
+            return slot, None, None
+        dropped = self._free.pop(0) if self._free else None  # too small for what comes now
+        if dropped is not None:
+            self._mine.pop(dropped).close()
+        size += -size % mmap.ALLOCATIONGRANULARITY
+        memory = shared_memory(size)
+        try:
+            view = mmap.mmap(memory, size)
+        except BaseException:
+            os.close(memory)
+            raise
+        slot, self._next_slot = self._next_slot, self._next_slot + 1
+        self._mine[slot] = view
+        return slot, memory, dropped
+
+    def arrived(self, about: "tuple[Any, ...]", descriptors: "tuple[int, ...]") -> Item:
+        """The item of a message: what `send_item` has sent as its last part."""
+        pickled, places, slot, size, dropped = about
+        if dropped is not None:
+            self._theirs.pop(dropped, None)
+        if descriptors:
+            try:
+                self._theirs[slot] = mmap.mmap(descriptors[0], size)
+            finally:
+                os.close(descriptors[0])
+        return Item(pickled, places, slot, size)
+
+    def read(self, item: Item) -> "tuple[bytes | memoryview, list[Any]]":
+        """The item's pickle and buffers. They hold its slot until all that was made of them is gone."""
+        if item.slot < 0:
+            return item.pickled, []
+        whole = np.frombuffer(self._theirs[item.slot], np.uint8)  # what is made of it refers to this very array
+        if len(self._lent) < MOST_LENT:
+            self._lent[item.slot] = weakref.ref(whole, Lease(self._lent, self._done, item.slot))
+            buffers: list[Any] = [whole[place : place + size] for place, size in item.places]
+        else:
+            copy = whole.copy()
+            buffers = [copy[place : place + size] for place, size in item.places]
+            self._done.append(item.slot)
+        return item.pickled or memoryview(buffers.pop()), buffers
+
+    def drop(self, item: Item) -> None:
+        """Gives up an item that nobody wants."""
+        if item.slot >= 0:
+            self._done.append(item.slot)
+
+
+class Lease:
+    """Called when the last array over a slot is gone, in whatever thread and moment that happens."""
+
+    __slots__ = ("_done", "_lent", "_slot")
+
+    def __init__(self, lent: "dict[int, weakref.ref[Any]]", done: "list[int]", slot: int) -> None:
+        self._lent, self._done, self._slot = lent, done, slot
+
+    def __call__(self, _: Any) -> None:
+        self._lent.pop(self._slot, None)
+        self._done.append(self._slot)

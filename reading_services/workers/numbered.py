@@ -1,0 +1,177 @@
+"""Indexed graphs over workers: numbers are dealt to whoever is free, items come out in order.
+
+Each worker has two tasks at most, one that it makes and one that waits, so that a slow item holds up little. A task
+is as many numbers as a millisecond makes: they are routed together, and cost the main process one message.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ...datapipes._torch import DataPipe
+from ...datapipes.core import IndexedDataPipe
+from ...datapipes.kernels import load_kernels
+from ..interface import WorkerInfo
+from .channel import Channel, Item
+from .packing import unpacked
+from .pickled import from_bytes, to_bytes
+from .pool import Pool
+from .raised import RaisedError
+
+__all__ = ["NumberedItems"]
+
+TASKS = 2
+TASK_SECONDS = 1e-3
+InitFn = Callable[[DataPipe, WorkerInfo], DataPipe]
+
+
+class NumberedWork:
+    """In the worker: the items of an indexed graph, or of one of torch's map-style nodes."""
+
+    def __init__(self, graph: bytes, workers: int) -> None:
+        self._graph, self._workers = graph, workers
+
+    def begin(self, worker: int) -> DataPipe:
+        graph, beside = from_bytes(self._graph)
+        if beside["worker_init_fn"] is not None:
+            graph = beside["worker_init_fn"](graph, WorkerInfo(self._workers, worker))
+        if isinstance(graph, IndexedDataPipe):
+            load_kernels()  # here, so that the first item takes no longer than others
+        self._made = graph
+        return graph
+
+    def items(self, start: int, stop: int) -> "Iterator[tuple[Any, None]]":
+        stop = min(stop, end_of(self._made))
+        made = None
+        if stop - start > 1:
+            try:
+                made = self._fetch(start, stop)
+            except Exception:  # one by one: so it comes at its own item
+                made = None
+        if made is not None:
+            for item in made:
+                yield item, None
+        else:
+            for number in range(start, stop):
+                yield self._fetch(number, number + 1)[0], None
+
+    def _fetch(self, start: int, stop: int) -> Any:
+        if isinstance(self._made, IndexedDataPipe):
+            return self._made.fetch(np.arange(start, stop, dtype=np.int64))
+        return [self._made[number] for number in range(start, stop)]
+
+    def place(self, number: int) -> str:
+        return place_in(self._made, number)
+
+
+def end_of(graph: DataPipe) -> int:
+    """How many items there are."""
+    return graph.end if isinstance(graph, IndexedDataPipe) else len(graph)
+
+
+def place_in(graph: DataPipe, number: int) -> str:
+    """What to call an item: "batch 17 (sample 136)", with the run's own sample number of its first row."""
+    if not isinstance(graph, IndexedDataPipe):
+        return f"item {number}"
+    try:
+        sample = int(graph.sample_numbers(np.array([number], np.int64))[0])
+    except Exception:  # an error is being told
+        return f"item {number}"
+    return f"item {number + graph.skipped_items}, sample number {sample}"
+
+
+class NumberedItems:
+    """The items of a graph, in order, made by a pool. A `Turn` of it.
+
+    Args:
+        ahead: items that may be dealt or waiting before they are asked for.
+        most: of those, in one task.
+        pinned: makes an item whose tensors are page-locked.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        graph: DataPipe,
+        init_fn: "InitFn | None",
+        ahead: int,
+        most: int,
+        pinned: "Callable[[Any], Any] | None",
+    ) -> None:
+        self._pool, self._graph, self._ahead, self._most, self._pinned = pool, graph, ahead, most, pinned
+        self._work = NumberedWork(to_bytes(graph, worker_init_fn=init_fn), len(pool))
+        self._next = self._dealt = 0
+        self._end = end_of(graph)
+        self._again: list[tuple[int, int]] = []  # a heap: lost, and to be dealt before others
+        self._ready: dict[int, Any] = {}
+        self._pace = 1.0  # seconds an item takes
+        pool.begin(self)
+
+    def __iter__(self) -> "NumberedItems":
+        return self
+
+    def __next__(self) -> Any:
+        self._pool.receive(wait=False)
+        self._deal()
+        while self._next not in self._ready:
+            if self._next >= self._end:
+                raise StopIteration
+            self._pool.receive(wait=True)
+            self._deal()
+        found = self._ready[self._next]
+        if isinstance(found, Exception):
+            raise found
+        if isinstance(found, RaisedError):
+            raise found.error()
+        channel, item = found
+        value = unpacked(*channel.read(item))
+        del self._ready[self._next]
+        self._next += 1
+        return value if self._pinned is None else self._pinned(value)
+
+    def _deal(self) -> None:
+        seats = self._pool.seats
+        for load in range(TASKS):
+            for seat in seats:
+                if len(seat.tasks) > load:
+                    continue
+                if self._again:
+                    self._pool.deal(seat.number, *heapq.heappop(self._again))
+                    continue
+                size = max(1, min(self._most, int(TASK_SECONDS / self._pace)))
+                stop = min(self._dealt + size, self._next + self._ahead, self._end)
+                if stop > self._dealt:
+                    self._pool.deal(seat.number, self._dealt, stop)
+                    self._dealt = stop
+
+    def close(self) -> None:
+        """Drops what was made ahead."""
+        for found in self._ready.values():
+            if isinstance(found, tuple):
+                found[0].drop(found[1])
+        self._ready.clear()
+        self._pool.finish(self)
+
+    # What the pool tells ------------------------------------------------------------------------------------
+
+    def work(self, worker: int) -> NumberedWork:
+        return self._work
+
+    def arrived(self, worker: int, number: int, item: "tuple[Channel, Item]", seconds: float, snapshot: Any) -> None:
+        self._pace += (seconds - self._pace) / 8
+        self._ready[number] = item
+
+    def ended(self, worker: int, number: int) -> None:
+        self._end = min(self._end, number)  # worker_init_fn has put an end to the graph
+
+    def failed(self, worker: int, number: int, error: Any) -> None:
+        self._ready[number] = error
+
+    def lost(self, worker: int, tasks: "list[tuple[int, int]]") -> None:
+        for task in tasks:
+            heapq.heappush(self._again, task)
+
+    def place(self, worker: int, number: int) -> str:
+        return place_in(self._graph, number)

@@ -1,0 +1,351 @@
+"""The main process's side of a pool of workers: numbers are dealt, items arrive, the dead and the stuck are replaced.
+
+There is no thread here: all of it happens while somebody asks for the next item, which waits in one poll() for all
+workers. What a worker has of its own is where it stands in a `Turn`, so a new one can take its seat at any time: it is
+sent the same graph, and what the old one had not finished is dealt again. Numbers that are only waiting when a worker
+dies do not count against it; the one that it was making does, and with it those that were routed together, so they are
+dealt again one by one.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.util
+import os
+import pickle
+import select
+from collections import Counter, deque
+from multiprocessing.context import BaseContext
+from time import monotonic
+from typing import Any, Protocol
+
+from ...datapipes.errors import ConfigurationError, LoaderError, WorkerDiedError, WorkerStalledError
+from .channel import Channel, Item
+from .process import Process
+from .worker import BEGIN, BEGUN, DEAL, END, ERROR, ITEM, run
+
+__all__ = ["Pool", "Turn"]
+
+MOST_DEATHS = 3  # of workers that were making the same item
+MOST_STALLS = 2
+MOST_FAILED_STARTS = 3  # in a row, of workers that exit by themselves before they have begun
+MOST_KILLED_STARTS = 50  # in a row, of those that are killed before: nobody's fault, unless it never ends
+PATIENCE = 1.0  # s that workers have to end by themselves
+START_TIMEOUT = 300.0  # s, for imports and `worker_init_fn`, also where items have less
+
+_live = 0  # workers of this process, in all pools
+
+
+def _most_workers() -> int:
+    text = os.environ.get("TOKENPIPE_MAX_WORKERS", "")
+    if not text:
+        return max(32, 4 * (os.cpu_count() or 1))
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 20):
+        raise ConfigurationError(f"TOKENPIPE_MAX_WORKERS is {text!r}; a number of processes would do, as 32")
+    return int(text)
+
+
+class Turn(Protocol):
+    """One iteration over the items of the workers: what the pool tells it."""
+
+    def work(self, worker: int) -> Any:
+        """What the worker is to do, to be pickled, from where it stands now."""
+
+    def arrived(self, worker: int, number: int, item: "tuple[Channel, Item]", seconds: float, snapshot: Any) -> None:
+        """An item has come."""
+
+    def ended(self, worker: int, number: int) -> None:
+        """The worker has no item of this number, nor later ones."""
+
+    def failed(self, worker: int, number: int, error: Any) -> None:
+        """The item cannot be had: a RaisedError, or an exception."""
+
+    def lost(self, worker: int, tasks: "list[tuple[int, int]]") -> None:
+        """What was dealt to a worker and will not come: stretches of numbers, to be dealt again."""
+
+    def place(self, worker: int, number: int) -> str:
+        """What an error says of an item."""
+
+
+class _Seat:
+    """One worker's place in a pool, whoever sits there."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.process: Process | None = None
+        self.watched: list[int] = []
+        self.begun = False  # this turn's work
+        self.tasks: deque[list[int]] = deque()  # [next, stop] of what was dealt and has not come
+        self.since = 0.0  # when it last told something, or was given something to do
+
+
+class Pool:
+    """Worker processes that live until the pool is closed.
+
+    Args:
+        count: how many; fewer where the process's cap (TOKENPIPE_MAX_WORKERS) leaves no more, if `elastic`.
+        stall_timeout: seconds that an item may take; None: any time.
+    """
+
+    def __init__(self, count: int, context: BaseContext, stall_timeout: "float | None", elastic: bool) -> None:
+        global _live
+        if multiprocessing.current_process().daemon:
+            raise LoaderError(
+                "this process is itself a daemonic child, which may start no workers; daemon=False where it is "
+                "started, or num_workers=0, would do"
+            )
+        if elastic:
+            count = min(count, max(1, _most_workers() - _live))
+        self._context, self._stall_timeout = context, stall_timeout
+        self.seats = [_Seat(number) for number in range(count)]
+        self.replaced = 0
+        self._by_descriptor: dict[int, _Seat] = {}
+        self._poll = select.poll()
+        self._turn: Turn | None = None
+        self._number = 0  # of the turn
+        self._deaths: Counter[str] = Counter()
+        self._stalls: Counter[str] = Counter()
+        self._failed_starts = 0
+        self._pid = os.getpid()
+        self._open = True
+        _live += count
+        # multiprocessing ends its daemons with SIGTERM, which ours ignore, and then waits for them: be there before
+        self._at_exit = multiprocessing.util.Finalize(self, Pool._close_seats, (self.seats,), exitpriority=100)
+
+    def __len__(self) -> int:
+        return len(self.seats)
+
+    @property
+    def pids(self) -> "tuple[int, ...]":
+        return tuple(seat.process.pid for seat in self.seats if seat.process is not None)
+
+    # Turns ------------------------------------------------------------------------------------------------
+
+    def begin(self, turn: Turn) -> None:
+        """All workers begin another turn; what was dealt before is forgotten."""
+        self._check_process()
+        self._forget()
+        self._turn = turn
+        for seat in self.seats:
+            if seat.process is None:
+                self._start(seat)
+            else:
+                self._send_work(seat)
+
+    def finish(self, turn: Turn) -> None:
+        """Nobody wants more of this turn."""
+        if self._turn is turn and self._open:
+            busy = any(seat.tasks for seat in self.seats)
+            self._forget()
+            for seat in self.seats if busy else []:
+                self._send(seat, BEGIN, self._number, pickle.dumps(None))
+
+    def _forget(self) -> None:
+        self._turn = None
+        self._number += 1
+        self._deaths.clear()
+        self._stalls.clear()
+        for seat in self.seats:
+            seat.tasks.clear()
+
+    def deal(self, worker: int, start: int, stop: int) -> None:
+        """Has a worker make the items from `start` to `stop`."""
+        seat = self.seats[worker]
+        if not seat.tasks and seat.begun:
+            seat.since = monotonic()
+        seat.tasks.append([start, stop])
+        self._send(seat, DEAL, self._number, start, stop)
+
+    def receive(self, wait: bool) -> None:
+        """Takes what has come; with `wait`, until there is something. May raise WorkerDiedError, WorkerStalledError."""
+        self._check_process()
+        while True:
+            events = self._poll.poll(self._patience() if wait else 0)
+            for descriptor, _ in events:
+                seat = self._by_descriptor.get(descriptor)
+                if seat is not None:
+                    self._read(seat)
+            if events or not wait:
+                return
+            self._replace_stuck()
+
+    def _patience(self) -> "float | None":
+        """Milliseconds until some worker has taken too long."""
+        ends = [end for seat in self.seats if (end := self._deadline(seat)) is not None]
+        return max(0.0, min(ends) - monotonic()) * 1000 + 1 if ends else None
+
+    def _deadline(self, seat: _Seat) -> "float | None":
+        if self._stall_timeout is None:
+            return None
+        if not seat.begun:
+            return seat.since + max(START_TIMEOUT, self._stall_timeout)
+        return seat.since + self._stall_timeout if seat.tasks else None
+
+    # Messages ---------------------------------------------------------------------------------------------
+
+    def _read(self, seat: _Seat) -> None:
+        process = seat.process
+        assert process is not None
+        try:
+            while (message := process.channel.receive(wait=False)) is not None:
+                self._take(seat, process, message)
+        except EOFError:
+            self._died(seat)
+        else:
+            if not process.alive():  # a child of its own holds the channel open
+                self._died(seat)
+
+    def _take(self, seat: _Seat, process: Process, message: "tuple[Any, ...]") -> None:
+        kind, number_of_turn = message[:2]
+        seat.since = monotonic()
+        current = self._turn is not None and number_of_turn == self._number
+        if kind == ITEM:
+            number, seconds, snapshot, about, descriptors = message[2:]
+            item = process.channel.arrived(about, descriptors)
+            if not current:
+                process.channel.drop(item)
+                return
+            task = seat.tasks[0]
+            task[0] = number + 1
+            if task[0] == task[1]:
+                seat.tasks.popleft()
+            self._turn.arrived(seat.number, number, (process.channel, item), seconds, snapshot)
+        elif not current:
+            return
+        elif kind == BEGUN:
+            seat.begun, self._failed_starts = True, 0
+        elif kind == END:
+            seat.tasks.clear()
+            self._turn.ended(seat.number, message[2])
+        else:
+            assert kind == ERROR
+            number, error = message[2:4]
+            if number < 0:  # the graph cannot be begun: there is nothing to go on with
+                raise error.error()
+            _, stop = seat.tasks.popleft()
+            self._turn.failed(seat.number, number, error)
+            if number + 1 < stop:
+                self._turn.lost(seat.number, [(number + 1, stop)])
+
+    def _send(self, seat: _Seat, *message: Any) -> None:
+        assert seat.process is not None
+        with contextlib.suppress(EOFError):  # it has died, which the next poll tells
+            seat.process.channel.send(*message)
+
+    def _send_work(self, seat: _Seat) -> None:
+        assert self._turn is not None
+        seat.begun, seat.since = False, monotonic()
+        self._send(seat, BEGIN, self._number, pickle.dumps(self._turn.work(seat.number), 5))
+
+    # Workers that die or stop -------------------------------------------------------------------------------
+
+    def _start(self, seat: _Seat) -> None:
+        seat.process = process = Process(self._context, run, seat.number, name=f"tokenpipe worker {seat.number}")
+        seat.watched = process.watch(self._poll)
+        self._by_descriptor.update(dict.fromkeys(seat.watched, seat))
+        self._send_work(seat)
+
+    def _unseat(self, seat: _Seat) -> None:
+        for descriptor in seat.watched:
+            self._poll.unregister(descriptor)
+            del self._by_descriptor[descriptor]
+        seat.watched = []
+        if seat.process is not None:
+            seat.process.close()
+            seat.process = None
+
+    def _died(self, seat: _Seat) -> None:
+        assert seat.process is not None
+        how, by_signal = seat.process.death()
+        number = seat.process.computing if seat.begun else -1
+        if not seat.begun and self._turn is not None:
+            self._failed_starts += 1
+            if self._failed_starts >= (MOST_KILLED_STARTS if by_signal else MOST_FAILED_STARTS):
+                self._unseat(seat)
+                raise WorkerDiedError(
+                    f"{self._failed_starts} workers in a row ended before they had begun; the last one {how}. A script "
+                    'that starts workers needs `if __name__ == "__main__":` around what it does'
+                )
+        error = None
+        if number >= 0 and self._turn is not None:
+            place = self._turn.place(seat.number, number)
+            self._deaths[place] += 1
+            if self._deaths[place] >= MOST_DEATHS:
+                error = WorkerDiedError(f"{MOST_DEATHS} workers ended while they made {place}; the last one {how}")
+        self._replace(seat, number, error)
+
+    def _replace_stuck(self) -> None:
+        now = monotonic()
+        for seat in self.seats:
+            end = self._deadline(seat)
+            if end is None or now < end:
+                continue
+            assert seat.process is not None
+            asked = seat.since
+            state = seat.process.state()
+            node, stack = seat.process.where()
+            self._read(seat)
+            if seat.since != asked or not seat.watched:  # it has gone on, or ended
+                continue
+            number = seat.process.computing if seat.begun else -1
+            error = None
+            place = "the graph's beginning" if not seat.begun or self._turn is None else ""
+            if number >= 0 and self._turn is not None:
+                place = self._turn.place(seat.number, number)
+            self._stalls[place] += 1
+            if place and self._stalls[place] >= MOST_STALLS:
+                error = WorkerStalledError(
+                    f"{place} has twice taken longer than {now - asked:.3g} s (stall_timeout={self._stall_timeout:g}), "
+                    f"in worker process {seat.number}"
+                    + (f", node {node}" if node else "")
+                    + (f"; the process was {state}" if state else "")
+                    + (f". It was here:\n{stack}" if stack else "; it did not answer where it was")
+                )
+                if number < 0:
+                    raise error
+            self._replace(seat, number, error)
+
+    def _replace(self, seat: _Seat, number: int, error: "Exception | None") -> None:
+        """Another worker for the seat. What the old one had is dealt again, the item that it made one by one."""
+        self._unseat(seat)
+        tasks = [(start, stop) for start, stop in seat.tasks]
+        seat.tasks.clear()
+        self.replaced += 1
+        turn = self._turn
+        if turn is None:
+            return
+        if tasks and number >= 0:
+            start, stop = tasks.pop(0)
+            if error is not None:
+                turn.failed(seat.number, number, error)
+            tasks = [(n, n + 1) for n in range(start, stop) if n != number or error is None] + tasks
+        self._start(seat)
+        turn.lost(seat.number, tasks)
+
+    # The end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends all workers; those that are busy at once."""
+        global _live
+        if self._open:
+            self._open = False
+            _live -= len(self.seats)
+            self._forget()
+            if self._pid == os.getpid():
+                self._at_exit()
+
+    @staticmethod
+    def _close_seats(seats: "list[_Seat]") -> None:
+        processes = [seat.process for seat in seats if seat.process is not None]
+        for process in processes:
+            process.channel.close()
+        end = monotonic() + PATIENCE
+        for process in processes:
+            process.end(max(0.0, end - monotonic()))
+        for seat in seats:
+            seat.process = None
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise LoaderError(
+                f"these workers belong to process {self._pid}, this is its child {os.getpid()}: make a loader here"
+            )

@@ -1,0 +1,292 @@
+"""A worker's process: how it is started, how it is asked where it is, and how its end is told.
+
+Three ways lead to it. The channel carries work and items. The side line is read by a thread of the worker, which
+answers where the worker is just now even while it computes. The life line is a pipe that nobody writes to: the kernel
+sends the worker SIGKILL once its other end is closed, that is, at the latest when the main process is gone, whatever
+the worker is doing and even while it is stopped.
+"""
+
+import contextlib
+import errno
+import mmap
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from multiprocessing import reduction, resource_tracker
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...datapipes.errors import ArgumentTypeError, ConfigurationError
+from .channel import Channel, shared_memory
+
+__all__ = ["Lines", "Process", "context_of"]
+
+IGNORED = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP") if hasattr(signal, name)
+)
+"""What a scheduler or a terminal sends to a whole group: the main process decides, workers end with their lines."""
+
+_F_SETSIG = 10  # fcntl.h on Linux; Python's fcntl has no name for it before 3.13
+_NUMBER = struct.Struct("=q")
+
+
+def context_of(context: "str | BaseContext | None") -> BaseContext:
+    """The start method: "forkserver" if none is given, for a fork copies threads' locks, file systems and CUDA as they
+    are. Raises ConfigurationError, ArgumentTypeError.
+    """
+    if context is None:
+        context = "forkserver"
+    if isinstance(context, str):
+        methods = multiprocessing.get_all_start_methods()
+        if context not in methods:
+            raise ConfigurationError(f"multiprocessing_context is {context!r}; one of {', '.join(methods)} would do")
+        context = multiprocessing.get_context(context)
+    if not isinstance(context, BaseContext):
+        raise ArgumentTypeError(f"multiprocessing_context must be a start method or a context, got {context!r}")
+    return context
+
+
+class _Passed:
+    """A descriptor that a child process is given."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (reduction.DupFd(self.number),)
+
+
+def _received(duplicate: Any) -> _Passed:
+    return _Passed(duplicate.detach())
+
+
+# Ends of lines that belong to the main process alone: a child of whatever kind that held one would keep alive what
+# must end with the main process.
+_OURS: "weakref.WeakSet[Process]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for process in list(_OURS):
+        process.forget()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Process:
+    """One worker, seen from the main process. Raises what starting a process raises.
+
+    Args:
+        run: called in the child with its `Lines` and the arguments; picklable.
+    """
+
+    def __init__(self, context: BaseContext, run: "Callable[..., None]", *arguments: Any, name: str) -> None:
+        main, child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        side, child_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        child_life, life = os.pipe()
+        page = shared_memory(mmap.PAGESIZE)
+        self.channel, self._side, self._life = Channel(main), side, life
+        self._page = mmap.mmap(page, mmap.PAGESIZE)
+        self.computing = -1
+        self._descriptor = -1
+        _OURS.add(self)
+        passed = [_Passed(line) for line in (child.fileno(), child_side.fileno(), child_life, page)]
+        try:
+            self._process = context.Process(  # type: ignore[attr-defined]
+                target=_begin, args=(run, passed, *arguments), daemon=True, name=name
+            )
+            _start(context, self._process)
+            with contextlib.suppress(AttributeError, OSError):  # not Linux, or the process is gone already
+                self._descriptor = os.pidfd_open(self._process.pid)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            child.close()
+            child_side.close()
+            os.close(child_life)
+            os.close(page)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def computing(self) -> int:
+        """The number of the item that it makes just now, as the worker itself has noted; −1: none."""
+        return _NUMBER.unpack_from(self._page)[0]
+
+    @computing.setter
+    def computing(self, number: int) -> None:
+        _NUMBER.pack_into(self._page, 0, number)
+
+    def watch(self, poll: "select.poll") -> "list[int]":
+        """Registers what tells of messages and of the end; gives the descriptors."""
+        watched = [self.channel.fileno()] + ([self._descriptor] if self._descriptor >= 0 else [])
+        for descriptor in watched:
+            poll.register(descriptor, select.POLLIN)
+        return watched
+
+    def alive(self) -> bool:
+        if self._descriptor >= 0:
+            poll = select.poll()
+            poll.register(self._descriptor, select.POLLIN)
+            return not poll.poll(0)
+        return self._process.is_alive()
+
+    def where(self, timeout: float = 1.0) -> "tuple[str, str]":
+        """What a stuck worker is doing: (the node, the stack as text), each empty where it does not answer."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGCONT)  # one that was stopped can tell too
+        try:
+            self._side.settimeout(timeout)
+            self._side.send(b"where")
+            node, _, stack = self._side.recv(1 << 16).decode(errors="replace").partition("\n")
+        except OSError:
+            return "", ""
+        return node, stack
+
+    def state(self) -> str:
+        """What the kernel says of the process: "stopped", "waiting for a disk", …; empty where it says nothing."""
+        try:
+            text = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return ""
+        letter = text.rpartition(")")[2].split()[0]
+        return {"T": "stopped by a signal", "D": "waiting for a disk or a file server", "R": "running",
+                "S": "sleeping", "t": "held by a debugger"}.get(letter, "")  # fmt: skip
+
+    def end(self, timeout: float) -> None:
+        """Ends the process: by the end of its channel, after `timeout` seconds by SIGKILL."""
+        self.channel.close()
+        self._process.join(timeout)
+        self.close()
+
+    def close(self) -> None:
+        """SIGKILL to what still runs; all lines are closed."""
+        _OURS.discard(self)
+        process = getattr(self, "_process", None)
+        if process is not None and process.pid is not None:
+            with contextlib.suppress(OSError):
+                process.kill()
+            process.join(5.0)
+        self._close_lines()
+
+    def _close_lines(self) -> None:
+        self.channel.close()
+        self._side.close()
+        for descriptor in (self._life, self._descriptor):
+            if descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        self._life = self._descriptor = -1
+
+    def forget(self) -> None:
+        """In a child of the main process: this worker is none of its business."""
+        self._close_lines()
+
+    def death(self) -> "tuple[str, bool]":
+        """How the process has ended, in words; whether by a signal."""
+        self._process.join(1.0)
+        code = self._process.exitcode
+        if code is None or code == 255:  # 255 is also what is known where the fork server is gone
+            return ("ended" if code is None else "exited with 255"), code is None
+        if code >= 0:
+            return f"exited with {code}", False
+        try:
+            return f"was killed by {signal.Signals(-code).name}", True
+        except ValueError:
+            return f"was killed by signal {-code}", True
+
+
+def _start(context: BaseContext, process: Any) -> None:
+    """Starts a process in which the signals that workers ignore cannot arrive before they do so."""
+    method = context.get_start_method()
+    if method == "forkserver":
+        from multiprocessing import forkserver
+
+        # before the first worker, so that each then has torch and us in memory that they share
+        ours, server = "tokenpipe.reading_services.workers.preload", getattr(forkserver, "_forkserver", None)
+        others = getattr(server, "_preload_modules", ["__main__"])  # Python has no name for what was asked for before
+        context.set_forkserver_preload([*(name for name in others if name != ours), ours])
+        forkserver.ensure_running()  # with the signals as they are: it serves others too
+    elif method == "spawn":
+        resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# In the worker --------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """What a worker has of the main process."""
+
+    def __init__(self, channel: Channel, side: socket.socket, page: mmap.mmap) -> None:
+        self.channel, self._side, self._page = channel, side, page
+        self.names: dict[int, str] = {}  # of the nodes, by id
+
+    def computing(self, number: int) -> None:
+        """Notes which item is made from now on; −1: none."""
+        _NUMBER.pack_into(self._page, 0, number)
+
+    def answer(self, thread: int) -> None:
+        """Answers the side line for the thread that computes; ends the process with the main one."""
+        from .raised import where_in_frames
+
+        while True:
+            try:
+                asked = self._side.recv(64)
+            except OSError:
+                asked = b""
+            if not asked:
+                os._exit(1)
+            frame = sys._current_frames().get(thread)
+            node, stack = ("", "") if frame is None else where_in_frames(frame, self.names)
+            with contextlib.suppress(OSError):
+                self._side.send(f"{node}\n{stack}".encode(errors="replace")[: 1 << 15])
+
+
+def _begin(run: "Callable[..., None]", passed: "list[_Passed]", *arguments: Any) -> None:
+    """The first thing that a worker does."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+    channel, side, life, page = (each.number for each in passed)
+    _end_with(life)
+    torch.set_num_threads(1)
+    lines = Lines(Channel(socket.socket(fileno=channel)), socket.socket(fileno=side), mmap.mmap(page, mmap.PAGESIZE))
+    os.close(page)
+    threading.Thread(target=lines.answer, args=(threading.get_ident(),), daemon=True).start()
+    with contextlib.suppress(EOFError):
+        run(lines, *arguments)
+
+
+def _end_with(life: int) -> None:
+    """SIGKILL to this process when the pipe's other end is closed: by the kernel, whatever runs here."""
+    import fcntl
+
+    try:
+        fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(life, _F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+    except OSError as error:  # not on this system: the side line's thread ends the process then
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTTY):
+            raise
+    poll = select.poll()
+    poll.register(life, 0)
+    if poll.poll(0):  # closed before we could say so
+        os.kill(os.getpid(), signal.SIGKILL)
