@@ -2,7 +2,8 @@
 
 data_loader2.py is the loader; run.py is where an indexed run stands and what can be asked of it; state.py
 is what a checkpoint holds; metrics.py is what is logged; interface.py and in_process.py are the services;
-seeds.py seeds streams.
+seeds.py seeds streams. workers/ are the worker processes; torch_nodes.py, imported by itself, is a source of
+torchdata.nodes.
 """
 
 from .data_loader2 import DataLoader2, DataLoader2Iterator

@@ -101,7 +101,7 @@ class NumberedItems:
         pinned: "Callable[[Any], Any] | None",
     ) -> None:
         self._pool, self._graph, self._ahead, self._most, self._pinned = pool, graph, ahead, most, pinned
-        self._work = NumberedWork(to_bytes(graph, worker_init_fn=init_fn), len(pool))
+        self._work = NumberedWork(to_bytes(graph, forked=pool.forked, worker_init_fn=init_fn), len(pool))
         self._next = self._dealt = 0
         self._end = end_of(graph)
         self._again: list[tuple[int, int]] = []  # a heap: lost, and to be dealt before others

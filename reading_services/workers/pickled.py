@@ -25,15 +25,18 @@ __all__ = ["from_bytes", "to_bytes"]
 DEEPEST = 30  # how far into an attribute a culprit is looked for
 
 
-def to_bytes(datapipe: DataPipe, **beside: Any) -> bytes:
-    """A graph, and what goes with it (`worker_init_fn=…`), for a child that is no fork of this process.
+def to_bytes(datapipe: DataPipe, *, forked: bool = False, **beside: Any) -> bytes:
+    """A graph, and what goes with it (`worker_init_fn=…`), for a child process.
+
+    Args:
+        forked: the child is a fork of this process, and so has what a notebook or a session defined before.
 
     Raises ArgumentTypeError that names the node, the attribute and the value that cannot travel, and what would do.
     """
     try:
         data = pickle.dumps((datapipe, beside), pickle.HIGHEST_PROTOCOL)
         # bytes that name a __main__ that no child can import are looked at once more
-        if b"__main__" not in data or _main_is_a_file() or _refusal((datapipe, beside)) is None:
+        if forked or b"__main__" not in data or _main_is_a_file() or _refusal((datapipe, beside)) is None:
             return data
     except MemoryError:
         raise
@@ -44,11 +47,11 @@ def to_bytes(datapipe: DataPipe, **beside: Any) -> bytes:
     if importlib.util.find_spec("dill") is not None:
         file = io.BytesIO()
         try:
-            _ByValue(file, pickle.HIGHEST_PROTOCOL).dump((datapipe, beside))
+            _ByValue(file, forked).dump((datapipe, beside))
             return file.getvalue()
         except Exception as found:
             error = found
-    raise ArgumentTypeError(_told(datapipe, beside, error)) from error
+    raise ArgumentTypeError(_told(datapipe, beside, error, forked)) from error
 
 
 def from_bytes(data: bytes) -> "tuple[DataPipe, dict[str, Any]]":
@@ -77,8 +80,12 @@ class _ByValue(pickle.Pickler):
     So an open file or a lock, of which dill would make another one there, stays an error.
     """
 
+    def __init__(self, file: Any, forked: bool) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._forked = forked
+
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, (FunctionType, type)) or _refusal(value) is None:
+        if not isinstance(value, (FunctionType, type)) or _refusal(value, (), self._forked) is None:
             return NotImplemented
         import dill  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
@@ -96,25 +103,25 @@ class _Nowhere:
 
 
 class _Trial(pickle.Pickler):
-    """Fails where a fresh process would; nodes of the graph count as done."""
+    """Fails where the child would; nodes of the graph count as done."""
 
-    def __init__(self, nodes: Collection[int]) -> None:
+    def __init__(self, nodes: Collection[int], forked: bool) -> None:
         super().__init__(_Nowhere(), pickle.HIGHEST_PROTOCOL)
-        self._nodes = nodes
+        self._nodes, self._forked = nodes, forked
 
     def persistent_id(self, value: Any) -> "int | None":
         return id(value) if id(value) in self._nodes else None
 
     def reducer_override(self, value: Any) -> Any:
-        if _is_of_a_session(value):
+        if not self._forked and _is_of_a_session(value):
             raise pickle.PicklingError("it is defined in an interactive session, which no other process can import")
         return NotImplemented
 
 
-def _refusal(value: Any, nodes: Collection[int] = ()) -> "Exception | None":
+def _refusal(value: Any, nodes: Collection[int] = (), forked: bool = False) -> "Exception | None":
     """Why a value cannot travel; None if it can."""
     try:
-        _Trial(nodes).dump(value)
+        _Trial(nodes, forked).dump(value)
     except Exception as error:
         return error
     return None
@@ -168,27 +175,30 @@ def _parts_of_object(value: Any) -> "Iterator[tuple[str, Any]]":
     yield from ((names.get(id(item), ".__reduce__()"), item) for item in args)
 
 
-def _culprit(value: Any, nodes: Collection[int], name: str = "", depth: int = 0) -> "tuple[str, Any]":
-    """(how the innermost part that cannot travel is written, that part)."""
+def _culprit(
+    value: Any, nodes: Collection[int], forked: bool, name: str = "", depth: int = 0
+) -> "tuple[str, Any, Exception] | None":
+    """(how the innermost part that cannot travel is written, that part, why it cannot); None if all can."""
+    why = _refusal(value, nodes, forked)
+    if why is None:
+        return None
     for way, part in _parts_of(value) if depth < DEEPEST else ():
-        if _refusal(part, nodes) is not None:
-            return _culprit(part, nodes, name + way, depth + 1)
-    return name, value
+        if found := _culprit(part, nodes, forked, name + way, depth + 1):
+            return found
+    return name, value, why
 
 
-def _told(datapipe: DataPipe, beside: "Mapping[str, Any]", error: BaseException) -> str:
+def _told(datapipe: DataPipe, beside: "Mapping[str, Any]", error: BaseException, forked: bool) -> str:
     """What cannot travel, where it is, why, and what would do."""
     nodes = {id(node): (node, name) for node, name in named_nodes(datapipe)}
     for node, name in nodes.values():
-        others = nodes.keys() - {id(node)}
-        if _refusal(node, others) is not None:
-            way, value = _culprit(node, others)
-            where = f"node {name!r}, attribute {way[1:]}" if way else f"node {name!r}"
-            return _sentence(where, value, _refusal(value, others) or error)
+        if found := _culprit(node, nodes.keys() - {id(node)}, forked):
+            way, value, why = found
+            return _sentence(f"node {name!r}, attribute {way[1:]}" if way else f"node {name!r}", value, why)
     for name, value in beside.items():
-        if _refusal(value, nodes) is not None:
-            way, part = _culprit(value, nodes)
-            return _sentence(name + way, part, _refusal(part, nodes) or error)
+        if found := _culprit(value, nodes, forked):
+            way, value, why = found
+            return _sentence(name + way, value, why)
     return f"this graph cannot be sent to a worker process: {type(error).__name__}: {error}"
 
 
@@ -201,8 +211,8 @@ def _sentence(where: str, value: Any, error: BaseException) -> str:
         )
     elif isinstance(value, (FunctionType, type)):
         advice = (
-            "define it at the top of a module (functools.partial brings arguments along), install dill, or use "
-            'multiprocessing_context="fork"'
+            "define it at the top of a module (functools.partial brings arguments along), or install dill, with which "
+            "it travels as code"
         )
     else:
         advice = (

@@ -118,6 +118,11 @@ class Pool:
     def pids(self) -> "tuple[int, ...]":
         return tuple(seat.process.pid for seat in self.seats if seat.process is not None)
 
+    @property
+    def forked(self) -> bool:
+        """Whether the workers are forks of this process."""
+        return self._context.get_start_method() == "fork"
+
     # Turns ------------------------------------------------------------------------------------------------
 
     def begin(self, turn: Turn) -> None:
@@ -156,16 +161,14 @@ class Pool:
         self._send(seat, DEAL, self._number, start, stop)
 
     def receive(self, wait: bool) -> None:
-        """Takes what has come; with `wait`, until there is something. May raise WorkerDiedError, WorkerStalledError."""
+        """Takes what has come; with `wait`, once there is something, or something is wrong. May raise WorkerError."""
         self._check_process()
-        while True:
-            events = self._poll.poll(self._patience() if wait else 0)
-            for descriptor, _ in events:
-                seat = self._by_descriptor.get(descriptor)
-                if seat is not None:
-                    self._read(seat)
-            if events or not wait:
-                return
+        events = self._poll.poll(self._patience() if wait else 0)
+        for descriptor, _ in events:
+            seat = self._by_descriptor.get(descriptor)
+            if seat is not None:
+                self._read(seat)
+        if wait and not events:
             self._replace_stuck()
 
     def _patience(self) -> "float | None":
