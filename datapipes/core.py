@@ -40,6 +40,10 @@ ROUTE_AHEAD = 256
 """How many items are routed in one go, at most: it shares out the fixed cost of a block (some 70 µs)."""
 
 
+FEW = 16
+"""So many items are not worth a first one that comes sooner."""
+
+
 def as_count(name: str, value: Any, minimum: int = 1) -> int:
     """`value` as an int of at least `minimum`. Raises ArgumentTypeError, ConfigurationError."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
@@ -69,11 +73,11 @@ def as_numbers(numbers: Any) -> Int64s:
 def in_blocks(
     make: "Callable[[Int64s], Iterable[Any]]", start: int, stop: int, ahead: int = ROUTE_AHEAD
 ) -> Iterator[Any]:
-    """The items that `make` gives for the numbers from `start` to `stop`, asked for in growing blocks.
+    """The items that `make` gives for the numbers from `start` to `stop`, asked for in growing blocks; a few, at once.
 
     A block that fails is asked for again one by one: so an error comes at its own item, wherever one began.
     """
-    block = 1
+    block = stop - start if stop - start <= FEW else 1
     while start < stop:
         numbers = np.arange(start, min(start + block, stop), dtype=np.int64)
         try:

@@ -1,4 +1,4 @@
-"""A file mapped to be read, without a file descriptor kept.
+"""Files and shared memory mapped without a file descriptor kept.
 
 Python's mmap module keeps a duplicate of the descriptor for each map, so a few hundred files under the
 usual limits, or two loaders over the same ones, end in "too many open files". mmap(2) itself needs the
@@ -8,6 +8,7 @@ descriptor only for the call.
 import ctypes
 import mmap
 import os
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 
 from .errors import TokenFileError
 
-__all__ = ["FileMap", "advise"]
+__all__ = ["FileMap", "SharedMap", "advise"]
 
 
 @cache
@@ -32,6 +33,15 @@ def _libc() -> Any:
 def advise(address: int, length: int, advice: int) -> None:
     """Tells the kernel what will be done with mapped pages (madvise(2)); a hint, so nothing is said if it fails."""
     _libc().madvise(address, length, advice)
+
+
+def _mapped(handle: int, size: int, protection: int) -> int:
+    """The address of a file that is mapped now. Raises OSError."""
+    address = _libc().mmap(None, size, protection, mmap.MAP_SHARED, handle, 0)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot be mapped: {os.strerror(code)}")
+    return address
 
 
 class FileMap:
@@ -55,11 +65,10 @@ class FileMap:
                 raise TokenFileError(
                     f"{path}: {found} bytes now, {size} when the graph was built: it was cut or written to"
                 )
-            address = _libc().mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, handle, 0)
-            if address is None or address == ctypes.c_void_p(-1).value:
-                code = ctypes.get_errno()
-                raise TokenFileError(code, f"cannot be mapped: {os.strerror(code)}", str(path))
-            self.address = address
+            try:
+                self.address = address = _mapped(handle, size, mmap.PROT_READ)
+            except OSError as error:
+                raise TokenFileError(error.errno, error.strerror, str(path)) from error
             FileMap.mapped += size
             advise(address, size, mmap.MADV_RANDOM)  # no read-around: windows are asked for as they are (pages.py)
         finally:
@@ -86,3 +95,16 @@ class FileMap:
 
     def __del__(self) -> None:
         self.close()
+
+
+class SharedMap:
+    """Shared memory, to be read and written; unmapped when neither this nor an array over it is left."""
+
+    def __init__(self, handle: int, size: int) -> None:
+        self.size = size
+        self._block: Any = (ctypes.c_ubyte * size).from_address(_mapped(handle, size, mmap.PROT_READ | mmap.PROT_WRITE))
+        weakref.finalize(self._block, _libc().munmap, ctypes.addressof(self._block), size).atexit = False
+
+    def bytes(self) -> np.ndarray:
+        """uint8 (size,): all of it, each time an array of its own."""
+        return np.frombuffer(self._block, np.uint8)

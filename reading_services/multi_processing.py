@@ -52,6 +52,9 @@ class MultiProcessingReadingService(InProcessReadingService):
         stall_timeout: "float | None" = 120.0,
         pin_memory: "bool | None" = None,
     ) -> None:
+        for name, function in (("worker_init_fn", worker_init_fn), ("worker_reset_fn", worker_reset_fn)):
+            if function is not None and not callable(function):
+                raise ArgumentTypeError(f"{name} must be a function, got {function!r}")
         super().__init__(0, worker_init_fn, worker_reset_fn)
         self.num_workers = as_count("num_workers", num_workers, 0)
         self.worker_prefetch_cnt = as_count("worker_prefetch_cnt", worker_prefetch_cnt, 0)

@@ -16,15 +16,15 @@ import tempfile
 import weakref
 from typing import Any
 
-import numpy as np
-
+from ...datapipes.filemap import SharedMap
 from .packing import Packed
 
 __all__ = ["Channel", "Item", "Lease", "shared_memory"]
 
 MOST_LENT = 64  # slots of one sender that the receiver's arrays may hold; beyond that they are copied
 _LONGEST = 32 << 10  # bytes of a message; what is longer lies in a slot
-_DESCRIPTORS = socket.CMSG_SPACE(8 * array.array("i").itemsize)
+MOST_DESCRIPTORS = 32  # in one message
+_DESCRIPTORS = socket.CMSG_SPACE((MOST_DESCRIPTORS + 1) * array.array("i").itemsize)
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -53,17 +53,18 @@ class Item:
 
 
 class Channel:
-    """One end. Both ends send and receive; only what `send_item` sends lies in slots.
+    """One end. Both ends send and receive, messages and items.
 
     Raises EOFError where the other end is gone.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._mine: dict[int, mmap.mmap] = {}  # slots that this end writes
+        self._mine: dict[int, SharedMap] = {}  # slots that this end writes
         self._free: list[int] = []  # of those: not in use by the other end
+        self._new: list[int] = []  # descriptors of slots that the other end has not seen
         self._next_slot = 0
-        self._theirs: dict[int, mmap.mmap] = {}  # slots that this end reads
+        self._theirs: dict[int, SharedMap] = {}  # slots that this end reads
         self._lent: dict[int, weakref.ref[Any]] = {}
         self._done: list[int] = []  # read and given up, but not told yet; a finaliser may append at any time
 
@@ -76,20 +77,25 @@ class Channel:
 
     # Messages -------------------------------------------------------------------------------------------
 
-    def send(self, *message: Any, descriptors: "tuple[int, ...]" = ()) -> None:
-        """A tuple of plain values. What was read is given back with it."""
+    def send(self, *message: Any) -> None:
+        """A tuple of plain values. What was read is given back with it, and new slots are introduced."""
         done = []
         while self._done:
             done.append(self._done.pop())
-        self._send(pickle.dumps((done, *message), 5), descriptors)
+        introduced, self._new = self._new, []
+        try:
+            self._send(pickle.dumps((done, *message), 5), introduced)
+        finally:
+            for descriptor in introduced:
+                os.close(descriptor)
 
-    def _send(self, data: bytes, descriptors: "tuple[int, ...]") -> None:
+    def _send(self, data: bytes, descriptors: "list[int]") -> None:
         if len(data) > _LONGEST:  # the message itself lies in memory of its own
             memory = shared_memory(len(data))
             try:
                 with mmap.mmap(memory, len(data)) as view:
                     view[:] = data
-                self._send(pickle.dumps((None, len(data)), 5), (*descriptors, memory))
+                self._send(pickle.dumps((None, len(data)), 5), [*descriptors, memory])
             finally:
                 os.close(memory)
             return
@@ -125,68 +131,70 @@ class Channel:
             finally:
                 os.close(memory)
         self._free += done
-        return *message, tuple(descriptors)
+        return *message, list(descriptors)
 
     # Items ----------------------------------------------------------------------------------------------
 
-    def send_item(self, item: Packed, *message: Any) -> None:
-        """A message with an item."""
-        slot, size, descriptors, dropped = -1, 0, (), None
-        if len(item.pickled) > _LONGEST // 2:  # the pickle too lies in the slot, behind the rest
+    def put(self, item: Packed) -> "tuple[Any, ...]":
+        """Puts an item into a slot; gives what `arrived` wants of it, to be sent with the next message."""
+        slot, size, is_new, dropped = -1, 0, False, None
+        if len(item.pickled) > _LONGEST // 8:  # the pickle too lies in the slot, behind the rest
             place = item.size
             parts = [*item.parts, (place, memoryview(item.pickled))]
             item = Packed(b"", [*item.places, (place, len(item.pickled))], parts, place + len(item.pickled))
         if item.parts:
-            slot, memory, dropped = self._slot(item.size)
-            view = self._mine[slot]
+            slot, is_new, dropped = self._slot(item.size)
+            view = memoryview(self._mine[slot].bytes())
             for place, part in item.parts:
                 view[place : place + part.nbytes] = part
             size = len(view)
-            descriptors = () if memory is None else (memory,)
-        try:
-            self.send(*message, (item.pickled, item.places, slot, size, dropped), descriptors=descriptors)
-        finally:
-            if descriptors:
-                os.close(descriptors[0])
+        return item.pickled, item.places, slot, size, is_new, dropped
 
-    def _slot(self, size: int) -> "tuple[int, int | None, int | None]":
-        """A free slot of this size: (slot, its descriptor if it is new, a slot that it takes the place of)."""
-        fitting = [slot for slot in self._free if len(self._mine[slot]) >= size]
+    @property
+    def full(self) -> bool:
+        """Whether what was put should be sent before more is."""
+        return len(self._new) >= MOST_DESCRIPTORS - 1
+
+    def _slot(self, size: int) -> "tuple[int, bool, int | None]":
+        """A free slot of this size: (slot, whether it is new, a slot that it takes the place of)."""
+        fitting = [slot for slot in self._free if self._mine[slot].size >= size]
         if fitting:
-            slot = min(fitting, key=lambda slot: len(self._mine[slot]))
+            slot = min(fitting, key=lambda slot: self._mine[slot].size)
             self._free.remove(slot)
-            return slot, None, None
+            return slot, False, None
         dropped = self._free.pop(0) if self._free else None  # too small for what comes now
         if dropped is not None:
-            self._mine.pop(dropped).close()
+            del self._mine[dropped]
         size += -size % mmap.ALLOCATIONGRANULARITY
         memory = shared_memory(size)
         try:
-            view = mmap.mmap(memory, size)
+            view = SharedMap(memory, size)
         except BaseException:
             os.close(memory)
             raise
         slot, self._next_slot = self._next_slot, self._next_slot + 1
         self._mine[slot] = view
-        return slot, memory, dropped
+        self._new.append(memory)
+        return slot, True, dropped
 
-    def arrived(self, about: "tuple[Any, ...]", descriptors: "tuple[int, ...]") -> Item:
-        """The item of a message: what `send_item` has sent as its last part."""
-        pickled, places, slot, size, dropped = about
+    def arrived(self, about: "tuple[Any, ...]", descriptors: "list[int]") -> Item:
+        """An item of a message, what `put` has given; takes its descriptor, if it has one, from the list's front."""
+        pickled, places, slot, size, is_new, dropped = about
         if dropped is not None:
             self._theirs.pop(dropped, None)
-        if descriptors:
+        if is_new:
+            memory = descriptors.pop(0)
             try:
-                self._theirs[slot] = mmap.mmap(descriptors[0], size)
+                self._theirs[slot] = SharedMap(memory, size)
             finally:
-                os.close(descriptors[0])
+                os.close(memory)
         return Item(pickled, places, slot, size)
 
     def read(self, item: Item) -> "tuple[bytes | memoryview, list[Any]]":
         """The item's pickle and buffers. They hold its slot until all that was made of them is gone."""
         if item.slot < 0:
             return item.pickled, []
-        whole = np.frombuffer(self._theirs[item.slot], np.uint8)  # what is made of it refers to this very array
+        whole = self._theirs[item.slot].bytes()  # what is made of it refers to this very array
         if len(self._lent) < MOST_LENT:
             self._lent[item.slot] = weakref.ref(whole, Lease(self._lent, self._done, item.slot))
             buffers: list[Any] = [whole[place : place + size] for place, size in item.places]

@@ -44,23 +44,9 @@ class NumberedWork:
 
     def items(self, start: int, stop: int) -> "Iterator[tuple[Any, None]]":
         stop = min(stop, end_of(self._made))
-        made = None
-        if stop - start > 1:
-            try:
-                made = self._fetch(start, stop)
-            except Exception:  # one by one: so it comes at its own item
-                made = None
-        if made is not None:
-            for item in made:
-                yield item, None
-        else:
-            for number in range(start, stop):
-                yield self._fetch(number, number + 1)[0], None
-
-    def _fetch(self, start: int, stop: int) -> Any:
         if isinstance(self._made, IndexedDataPipe):
-            return self._made.fetch(np.arange(start, stop, dtype=np.int64))
-        return [self._made[number] for number in range(start, stop)]
+            return ((item, None) for item in self._made.iterate(start, stop))
+        return ((self._made[number], None) for number in range(start, stop))
 
     def place(self, number: int) -> str:
         return place_in(self._made, number)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from ...datapipes.errors import ConfigurationError, LoaderError, WorkerDiedError, WorkerStalledError
 from .channel import Channel, Item
 from .process import Process
-from .worker import BEGIN, BEGUN, DEAL, END, ERROR, ITEM, run
+from .worker import BEGIN, BEGUN, DEAL, END, ERROR, ITEMS, run
 
 __all__ = ["Pool", "Turn"]
 
@@ -158,7 +158,8 @@ class Pool:
         if not seat.tasks and seat.begun:
             seat.since = monotonic()
         seat.tasks.append([start, stop])
-        self._send(seat, DEAL, self._number, start, stop)
+        suspect = bool(self._deaths) and self._turn is not None and self._turn.place(worker, start) in self._deaths
+        self._send(seat, DEAL, self._number, start, stop, suspect)
 
     def receive(self, wait: bool) -> None:
         """Takes what has come; with `wait`, once there is something, or something is wrong. May raise WorkerError."""
@@ -201,17 +202,20 @@ class Pool:
         kind, number_of_turn = message[:2]
         seat.since = monotonic()
         current = self._turn is not None and number_of_turn == self._number
-        if kind == ITEM:
-            number, seconds, snapshot, about, descriptors = message[2:]
-            item = process.channel.arrived(about, descriptors)
-            if not current:
-                process.channel.drop(item)
-                return
-            task = seat.tasks[0]
-            task[0] = number + 1
-            if task[0] == task[1]:
-                seat.tasks.popleft()
-            self._turn.arrived(seat.number, number, (process.channel, item), seconds, snapshot)
+        if kind == ITEMS:
+            number, items, descriptors = message[2:]
+            for seconds, snapshot, about in items:
+                item = process.channel.arrived(about, descriptors)
+                if current:
+                    self._turn.arrived(seat.number, number, (process.channel, item), seconds, snapshot)
+                else:
+                    process.channel.drop(item)
+                number += 1
+            if current:
+                task = seat.tasks[0]
+                task[0] = number
+                if task[0] == task[1]:
+                    seat.tasks.popleft()
         elif not current:
             return
         elif kind == BEGUN:
@@ -230,9 +234,9 @@ class Pool:
                 self._turn.lost(seat.number, [(number + 1, stop)])
 
     def _send(self, seat: _Seat, *message: Any) -> None:
-        assert seat.process is not None
-        with contextlib.suppress(EOFError):  # it has died, which the next poll tells
-            seat.process.channel.send(*message)
+        if seat.process is not None:
+            with contextlib.suppress(EOFError):  # it has died, which the next poll tells
+                seat.process.channel.send(*message)
 
     def _send_work(self, seat: _Seat) -> None:
         assert self._turn is not None
@@ -273,7 +277,10 @@ class Pool:
             place = self._turn.place(seat.number, number)
             self._deaths[place] += 1
             if self._deaths[place] >= MOST_DEATHS:
-                error = WorkerDiedError(f"{MOST_DEATHS} workers ended while they made {place}; the last one {how}")
+                node = f" in node {seat.process.node}" if seat.process.node else ""
+                error = WorkerDiedError(
+                    f"{MOST_DEATHS} workers ended while they made {place}; the last one {how}{node}"
+                )
         self._replace(seat, number, error)
 
     def _replace_stuck(self) -> None:

@@ -38,6 +38,7 @@ IGNORED = tuple(
 
 _F_SETSIG = 10  # fcntl.h on Linux; Python's fcntl has no name for it before 3.13
 _NUMBER = struct.Struct("=q")
+_NAME = 256  # bytes of a node's name in the page
 
 
 def context_of(context: "str | BaseContext | None") -> BaseContext:
@@ -129,6 +130,11 @@ class Process:
     @computing.setter
     def computing(self, number: int) -> None:
         _NUMBER.pack_into(self._page, 0, number)
+
+    @property
+    def node(self) -> str:
+        """The node that the worker was in last, where it was told to note that; else empty."""
+        return self._page[_NUMBER.size : _NUMBER.size + _NAME].rstrip(b"\0").decode(errors="replace")
 
     def watch(self, poll: "select.poll") -> "list[int]":
         """Registers what tells of messages and of the end; gives the descriptors."""
@@ -242,6 +248,10 @@ class Lines:
     def computing(self, number: int) -> None:
         """Notes which item is made from now on; −1: none."""
         _NUMBER.pack_into(self._page, 0, number)
+
+    def in_node(self, name: str) -> None:
+        """Notes which node runs from now on."""
+        self._page[_NUMBER.size : _NUMBER.size + _NAME] = name.encode()[:_NAME].ljust(_NAME, b"\0")
 
     def answer(self, thread: int) -> None:
         """Answers the side line for the thread that computes; ends the process with the main one."""

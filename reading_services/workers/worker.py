@@ -2,15 +2,18 @@
 
 Messages in: (BEGIN, turn, work: bytes)        a graph to make items of; what was dealt before is forgotten
                                                (None: of none)
-             (DEAL, turn, start, stop)         the numbers of items to make, in order
+             (DEAL, turn, start, stop, suspect)  the numbers of items to make, in order; whether a worker has died
+                                               of the first of them
 Messages out: (BEGUN, turn)                    the graph is ready
-              (ITEM, turn, number, seconds, snapshot, item)
+              (ITEMS, turn, number, [(seconds, snapshot, item), …])  from this number on
               (END, turn, number)              a stream has no item of this number
               (ERROR, turn, number, RaisedError)  the item cannot be made; −1: nor any other
 A turn is one iteration of one graph; what belongs to an earlier one is dropped.
 """
 
+import contextlib
 import pickle
+import sys
 from collections import deque
 from collections.abc import Iterator
 from time import perf_counter
@@ -21,9 +24,11 @@ from .packing import packed
 from .process import Lines
 from .raised import RaisedError, where_of
 
-__all__ = ["BEGIN", "BEGUN", "DEAL", "END", "ERROR", "ITEM", "Work", "run"]
+__all__ = ["BEGIN", "BEGUN", "DEAL", "END", "ERROR", "ITEMS", "Work", "run"]
 
-BEGIN, DEAL, BEGUN, ITEM, END, ERROR = range(6)
+TOGETHER = 1e-3  # seconds that an item may wait for others
+MOST_TOGETHER = 16
+BEGIN, DEAL, BEGUN, ITEMS, END, ERROR = range(6)
 
 
 class Work(Protocol):
@@ -45,14 +50,14 @@ def run(lines: Lines, worker: int) -> None:
     """Serves the main process until it is gone."""
     channel = lines.channel
     turn, work = -1, None
-    tasks: deque[tuple[int, int]] = deque()
-    process = f"worker process {worker}"
+    tasks: deque[tuple[int, int, bool]] = deque()
+    process = f"in worker process {worker}"
     while True:
         message = channel.receive(wait=not tasks)
         while message is not None:
             kind, turn = message[:2]
             if kind == DEAL:
-                tasks.append(message[2:4])
+                tasks.append(message[2:5])
             else:
                 tasks.clear()
                 work = None  # the old one's maps and files go before the new one's come
@@ -61,7 +66,9 @@ def run(lines: Lines, worker: int) -> None:
         if work is None:
             tasks.clear()
         if tasks:
-            _make(lines, turn, work, *tasks.popleft(), process)
+            start, stop, suspect = tasks.popleft()
+            with _noted(lines) if suspect else contextlib.nullcontext():
+                _make(lines, turn, work, start, stop, process)
             lines.computing(-1)
 
 
@@ -77,22 +84,60 @@ def _begun(lines: Lines, turn: int, work: bytes, worker: int, process: str) -> "
 
 
 def _make(lines: Lines, turn: int, work: Work, start: int, stop: int, process: str) -> None:
-    number = start
+    """Makes items and sends them, quick ones together: a message wakes up the main process, which costs as much."""
+    channel, number, made = lines.channel, start, []
+    first = began = perf_counter()
+
+    def send() -> None:
+        if made:
+            channel.send(ITEMS, turn, number - len(made), made)
+            made.clear()
+
     try:
         lines.computing(number)
-        began = perf_counter()
         for item, snapshot in work.items(start, stop):
             parts = packed(item)
             item = None  # a generator may hold the next one's memory already
+            about = channel.put(parts)
             now = perf_counter()
-            lines.channel.send_item(parts, ITEM, turn, number, now - began, snapshot)
+            made.append((now - began, snapshot, about))
             began, number = now, number + 1
             lines.computing(number if number < stop else -1)
+            if now - first > TOGETHER or channel.full or len(made) >= MOST_TOGETHER:
+                send()
+                first = began = perf_counter()
+        send()
         if number < stop:
-            lines.channel.send(END, turn, number)
+            channel.send(END, turn, number)
     except EOFError:
         raise
     except Exception as error:
+        send()
         node = where_of(error, lines.names)
         where = process + (f" (node {node}, {work.place(number)})" if node else f" ({work.place(number)})")
-        lines.channel.send(ERROR, turn, number, RaisedError.of(error, where))
+        channel.send(ERROR, turn, number, RaisedError.of(error, where))
+
+
+@contextlib.contextmanager
+def _noted(lines: Lines) -> "Iterator[None]":
+    """Notes each node that is entered, for the case that this process does not live to tell."""
+    inside = [""]
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            node = lines.names.get(id(frame.f_locals.get("self")), "")
+            inside.append(node or inside[-1])
+            if node:
+                lines.in_node(node)
+        elif event == "return" and len(inside) > 1:
+            left = inside.pop()
+            if inside[-1] != left:
+                lines.in_node(inside[-1])
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+        lines.in_node("")
