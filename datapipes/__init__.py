@@ -9,6 +9,7 @@ The files of this package in the order in which a token passes them:
     bound.py      skip, limit, once                  exclude.py  rows kept, labels masked
     shard.py      one rank's part (topology.py)      batch.py    micro-batches (steps.py: steps)
     collate.py    tensors                            combine.py  map, zip, concat
+    streaming/    what has no numbers: JSON lines, tokenised and packed as they pass
 
 before, during and after a run:
 
@@ -51,6 +52,7 @@ from .reorder import NanosetOrder, Reorderer
 from .resize import SequenceResizer
 from .shard import RankSharder
 from .slice import SequenceSlicer
+from .streaming import DocumentTokenizer, JsonLinesReader, SequencePacker, StreamingDataPipe
 from .tokenize import TokenizeSummary, load_tokenizer, tokenize_files
 from .topology import Topology
 from .weights import linear_ramp
@@ -64,8 +66,10 @@ __all__ = [
     "ContentsRecord",
     "DocumentIds",
     "DocumentSelector",
+    "DocumentTokenizer",
     "Excluder",
     "IndexedDataPipe",
+    "JsonLinesReader",
     "Limiter",
     "Mapper",
     "NanosetOrder",
@@ -78,9 +82,11 @@ __all__ = [
     "RowDocument",
     "Rows",
     "SampleBatcher",
+    "SequencePacker",
     "SequenceResizer",
     "SequenceSlicer",
     "Skipper",
+    "StreamingDataPipe",
     "TokenFileWriter",
     "TokenReader",
     "TokenizeSummary",

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from .resize import SequenceResizer
     from .shard import RankSharder
     from .slice import SequenceSlicer
+    from .streaming.pack import SequencePacker
+    from .streaming.tokenize import DocumentTokenizer
     from .topology import Topology
 
-__all__ = ["ALIASES", "FluentMethods"]
+__all__ = ["ALIASES", "FluentMethods", "FluentStreams"]
 
 ALIASES = {
     "batch": "batch_samples",
@@ -115,3 +117,13 @@ class FluentMethods:
         map = map_items
         shuffle = permute
         zip = zip_items
+
+
+class FluentStreams:
+    """What every streaming node of ours can be followed by, besides torch's own."""
+
+    if TYPE_CHECKING:
+
+        def pack_sequences(self, sequence_length: int) -> SequencePacker: ...
+
+        def tokenize(self, tokenizer: str | os.PathLike[str], end_of_text: str | bool = True) -> DocumentTokenizer: ...

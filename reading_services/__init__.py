@@ -1,16 +1,17 @@
 """Running a graph: loaders, the services that run a graph for them, seeds and states.
 
 data_loader2.py is the loader; run.py is where an indexed run stands and what can be asked of it; state.py
-is what a checkpoint holds; metrics.py is what is logged; interface.py and in_process.py are the services;
-seeds.py seeds streams. workers/ are the worker processes; torch_nodes.py, imported by itself, is a source of
-torchdata.nodes.
+is what a checkpoint holds of it; streams.py is a stream's place in one process, stream_state.py what a checkpoint
+holds of a stream; metrics.py is what is logged; interface.py and in_process.py are the services; seeds.py seeds
+streams. workers/ are the worker processes; torch_nodes.py, imported by itself, is a source of torchdata.nodes.
 """
 
 from .data_loader2 import DataLoader2, DataLoader2Iterator
 from .in_process import InProcessReadingService
-from .interface import CheckpointableReadingServiceInterface, ReadingServiceInterface, WorkerInfo
+from .interface import CheckpointableReadingServiceInterface, PauseIteration, ReadingServiceInterface, WorkerInfo
 from .multi_processing import MultiProcessingReadingService
 from .seeds import SeedGenerator, set_datapipes_seed, set_graph_random_seed
+from .streams import StreamShard
 
 __all__ = [
     "CheckpointableReadingServiceInterface",
@@ -18,8 +19,10 @@ __all__ = [
     "DataLoader2Iterator",
     "InProcessReadingService",
     "MultiProcessingReadingService",
+    "PauseIteration",
     "ReadingServiceInterface",
     "SeedGenerator",
+    "StreamShard",
     "WorkerInfo",
     "set_datapipes_seed",
     "set_graph_random_seed",

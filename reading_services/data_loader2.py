@@ -19,10 +19,11 @@ from ..datapipes.plan.counts import SourceCounts
 from ..datapipes.rank_zero import warn
 from .in_process import InProcessReadingService
 from .indexed_loader import IndexedLoader
-from .interface import ReadingServiceInterface
+from .interface import CheckpointableReadingServiceInterface, PauseIteration, ReadingServiceInterface
 from .metrics import Waits
 from .run import IndexedRun
 from .seeds import SeedGenerator
+from .stream_state import StreamRun
 
 __all__ = ["DataLoader2", "DataLoader2Iterator"]
 
@@ -39,7 +40,7 @@ class DataLoader2Iterator:
         self._loader, self._number = loader, number
         self._limit: int | None = None
         self._left = 0
-        self._ended = False
+        self._ended = self._paused = False
 
     def __iter__(self) -> "DataLoader2Iterator":
         return self
@@ -48,6 +49,8 @@ class DataLoader2Iterator:
         loader = self._loader
         if self._number != loader._iterator_number:
             loader._refuse()
+        if self._paused:
+            raise StopIteration
         if self._limit is not None:
             if self._left <= 0:
                 raise StopIteration
@@ -61,6 +64,9 @@ class DataLoader2Iterator:
             if loader._run is not None:
                 loader._run.delivered += 1
             return item
+        except PauseIteration:
+            self._left += 1
+            raise StopIteration from None
         except StopIteration:
             if not self._ended:
                 self._ended = True
@@ -78,9 +84,13 @@ class DataLoader2Iterator:
         self._limit = None if num_batches is None else as_count("num_batches", num_batches, 0)
         self._left = self._limit or 0
 
+    def pause(self) -> None:
+        """Gives nothing more until `resume()`; the iteration does not end, and a new `iter()` is not paused."""
+        self._paused = True
+
     def resume(self) -> None:
-        """Goes on after a limit was reached."""
-        self._left = self._limit or 0
+        """Goes on after a limit was reached, or after `pause()`."""
+        self._left, self._paused = self._limit or 0, False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -123,6 +133,7 @@ class DataLoader2(IndexedLoader):
         self.datapipe = graph
         self.reading_service: ReadingServiceInterface = reading_service or InProcessReadingService()
         self._run = IndexedRun(graph) if isinstance(graph, IndexedDataPipe) else None
+        self._stream = None if self._run is not None else StreamRun(graph, self.reading_service)
         self._iterator_number = 0
         self._invalid_because = "a newer one was made"
         self._items: Iterator[Any] = iter(())
@@ -144,17 +155,20 @@ class DataLoader2(IndexedLoader):
         if self._terminated:
             raise LoaderShutdownError("this loader was shut down; make another one to iterate")
         self._drop_items("a newer one was made")
-        if not self._initialized:
+        service, run, stream = self.reading_service, self._run, self._stream
+        if not self._initialized or (stream is not None and stream.pending is not None):
             self._initialize()
-        service, run = self.reading_service, self._run
-        if not self._seeded:
-            # indexed graphs never touch torch's generator: their orders have seeds of their own
-            self._generator = SeedGenerator(0 if run is not None else None)
-        reset = service.initialize_iteration(self._generator)
+        if stream is not None:
+            generator = stream.begin(self._generator, self._seeded)
+        else:  # never touches torch's generator: indexed graphs have seeds of their own
+            generator = self._generator if self._seeded else SeedGenerator(0)
+        reset = service.initialize_iteration(generator)
         if run is None:
             if reset is not None:
                 self.datapipe = reset(self.datapipe)
             self._items = service.iterate(self.datapipe)
+            if stream is not None:
+                stream.begun()
         else:
             run.begin()
             self._reset = reset
@@ -163,7 +177,13 @@ class DataLoader2(IndexedLoader):
         return DataLoader2Iterator(self, self._iterator_number)
 
     def _initialize(self) -> None:
-        graph = self.reading_service.initialize(self.datapipe if self._run is None else self._run.built)
+        service, place = self.reading_service, None if self._stream is None else self._stream.pending
+        if self._stream is not None:
+            self._stream.look()
+        if place is not None and isinstance(service, CheckpointableReadingServiceInterface):
+            graph = service.restore(self.datapipe, place)
+        else:
+            graph = service.initialize(self.datapipe if self._run is None else self._run.built)
         if self._run is not None:
             if not isinstance(graph, IndexedDataPipe):
                 raise LoaderError(
@@ -202,6 +222,8 @@ class DataLoader2(IndexedLoader):
         """The iterator that is out came to the end."""
         if self._run is not None:
             self._run.through = True
+        if self._stream is not None:
+            self._stream.through = True
         self._iterating = False
         self.reading_service.finalize_iteration()
 
@@ -239,6 +261,32 @@ class DataLoader2(IndexedLoader):
                 stacklevel=2,
             )
         self._generator, self._seeded = generator, True
+
+    def state_dict(self, step: "int | None" = None) -> "dict[str, Any]":
+        """Where the run stands, JSON-able; what was read ahead does not count.
+
+        Of an indexed graph below 64 KiB and the same on every rank. Of a stream each rank's own; it holds what the
+        nodes say of their places. Raises LoaderError for a stream whose service knows no place.
+
+        Args:
+            step: the state when this many steps are done, whatever was handed out; left out: now. Indexed graphs only.
+        """
+        if self._stream is None or step is not None:
+            return super().state_dict(step)
+        return self._stream.state_dict(self._generator, self._seeded)
+
+    def load_state_dict(self, state: Any, amend: bool = False) -> None:
+        """Goes on where a state says; invalidates the iterator. A stream's next `iter()` goes on inside its epoch.
+
+        A stream goes on with the same graph, ranks and workers alone: StateMismatchError says what differs. Of an
+        indexed graph: see IndexedLoader.
+        """
+        if self._stream is None or amend:
+            super().load_state_dict(state, amend)
+            return
+        generator, seeded = self._stream.load_state_dict(state)
+        self._generator, self._seeded = generator, seeded
+        self._drop_items("a state was loaded")
 
     @classmethod
     def from_state(

@@ -11,9 +11,13 @@ from ..adapters.surgery import traverse_dps
 from ..datapipes._torch import DataPipe, apply_sharding
 from ..datapipes.combine import Mapper
 from ..datapipes.core import IndexedDataPipe, as_count
-from ..datapipes.errors import ArgumentTypeError, ConfigurationError
-from .interface import ReadingServiceInterface, WorkerInfo, items_of
+from ..datapipes.errors import ArgumentTypeError, ConfigurationError, LoaderError, StateError
+from .interface import CheckpointableReadingServiceInterface, WorkerInfo, items_of
+from .parse import check_keys, parse_json
+from .run import IndexedRun
 from .seeds import SeedGenerator, set_graph_random_seed
+from .stream_state import MOST_BYTES, canonical
+from .streams import BEGINNING, Delivered, Snapshot, StreamShard, parse_snapshot
 
 __all__ = ["InProcessReadingService"]
 
@@ -88,7 +92,31 @@ class ReadAhead:
             self._running.release()
 
 
-class InProcessReadingService(ReadingServiceInterface):
+class Counted:
+    """An iterator, how many items it has given, and whether it is through."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items, self.delivered, self.through = items, 0, False
+
+    def __iter__(self) -> "Counted":
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            item = next(self._items)
+        except StopIteration:
+            self.through = True
+            raise
+        self.delivered += 1
+        return item
+
+    def __getattr__(self, name: str) -> Any:  # close, and what the graph's iterator has besides
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._items, name)
+
+
+class InProcessReadingService(CheckpointableReadingServiceInterface):
     """Runs the graph where the training loop runs.
 
     Args:
@@ -109,6 +137,11 @@ class InProcessReadingService(ReadingServiceInterface):
             if function is not None and not callable(function):
                 raise ArgumentTypeError(f"{name} must be a function, got {function!r}")
         self.init_fn, self.reset_fn = init_fn, reset_fn
+        self._graph: DataPipe | None = None  # what ran last, or will
+        self._run: IndexedRun | None = None  # of a restored indexed graph: it has a journal
+        self._place = BEGINNING  # of a stream: where the next iteration begins
+        self._shard: StreamShard | None = None
+        self._items: Counted | StreamShard | Delivered | None = None
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
         if self.init_fn is not None:
@@ -118,6 +151,7 @@ class InProcessReadingService(ReadingServiceInterface):
         else:
             traverse_dps(datapipe)  # says what is wrong where torch would only fail
             apply_sharding(datapipe, 1, 0, SHARDING_PRIORITIES.MULTIPROCESSING)
+        self._graph, self._run, self._items, self._place = datapipe, None, None, BEGINNING
         return datapipe
 
     def _check_prefetch(self, node: IndexedDataPipe) -> None:
@@ -147,5 +181,58 @@ class InProcessReadingService(ReadingServiceInterface):
         return reset
 
     def iterate(self, datapipe: DataPipe) -> Iterator[Any]:
-        items = items_of(datapipe)
-        return ReadAhead(items, self.prefetch_cnt) if self.prefetch_cnt else items
+        self._graph = datapipe
+        if isinstance(datapipe, IndexedDataPipe):
+            items = items_of(datapipe)
+            self._items = Counted(ReadAhead(items, self.prefetch_cnt) if self.prefetch_cnt else items)
+        else:
+            self._shard = shard = StreamShard(datapipe, self._place)
+            self._items, self._place = shard, BEGINNING
+            if self.prefetch_cnt:
+                place = shard.snapshot()
+                self._items = Delivered(ReadAhead(shard.with_places(), self.prefetch_cnt), place)
+        return self._items
+
+    def finalize_iteration(self) -> None:
+        if (close := getattr(self._items, "close", None)) is not None:
+            close()
+
+    def checkpoint(self) -> bytes:
+        """A stream's place; of an indexed graph, which a loader keeps the state of, the run as iterated here."""
+        if self._graph is None:
+            raise LoaderError("checkpoint() before initialize(): this service has no graph yet")
+        if isinstance(self._graph, IndexedDataPipe):
+            run = self._run if self._run is not None and self._run.graph is self._graph else IndexedRun(self._graph)
+            if isinstance(self._items, Counted):
+                run.delivered, run.through = self._items.delivered, self._items.through
+            return canonical(run.state_dict())
+        place = self._place
+        if place is BEGINNING and isinstance(self._items, (StreamShard, Delivered)):
+            place = self._items.snapshot()
+            if self._shard is not None and place["items"]:
+                self._shard.say_replayed()
+        return canonical({"shards": [place]})
+
+    def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
+        if isinstance(datapipe, IndexedDataPipe):
+            built = self.initialize(datapipe)
+            if not isinstance(built, IndexedDataPipe):
+                raise LoaderError("init_fn made a stream of an indexed graph, which has no place to resume from")
+            run = IndexedRun(built)
+            run.load_state_dict(serialized_state)
+            self._run, self._graph = run, run.graph
+            return run.graph
+        place = _parse_place(serialized_state)
+        graph = datapipe if datapipe is self._graph else self.initialize(datapipe)
+        self._place, self._items = place, None
+        return graph
+
+
+def _parse_place(serialized_state: bytes) -> Snapshot:
+    value = parse_json(serialized_state, MOST_BYTES, floats=True)
+    if not isinstance(value, dict):
+        raise StateError("the state of this service is an object")
+    check_keys("service", value, {"shards"})
+    if not isinstance(value["shards"], list) or len(value["shards"]) != 1:
+        raise StateError("service.shards: the place of one shard was expected, as all runs in this process")
+    return parse_snapshot(value["shards"][0])

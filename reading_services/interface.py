@@ -8,7 +8,17 @@ from ..datapipes._torch import DataPipe
 from ..datapipes.core import IndexedDataPipe
 from .seeds import SeedGenerator
 
-__all__ = ["CheckpointableReadingServiceInterface", "ReadingServiceInterface", "WorkerInfo", "items_of"]
+__all__ = [
+    "CheckpointableReadingServiceInterface",
+    "PauseIteration",
+    "ReadingServiceInterface",
+    "WorkerInfo",
+    "items_of",
+]
+
+
+class PauseIteration(StopIteration):
+    """Raised by a service's iterator in `__next__`: this loop ends, the iteration does not; the next loop goes on."""
 
 
 class WorkerInfo(NamedTuple):
@@ -28,7 +38,15 @@ def items_of(datapipe: DataPipe) -> Iterator[Any]:
 
 
 class ReadingServiceInterface(ABC):
-    """Runs a graph for a DataLoader2."""
+    """Runs a graph for a DataLoader2.
+
+    rank, ranks: which rank's part of a stream this service runs, of how many. num_workers: its worker processes. A
+    stream's state is refused where they differ.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    num_workers: int = 0
 
     @abstractmethod
     def initialize(self, datapipe: DataPipe) -> DataPipe:
@@ -56,12 +74,22 @@ class ReadingServiceInterface(ABC):
 
 
 class CheckpointableReadingServiceInterface(ReadingServiceInterface):
-    """A service that saves where it stands."""
+    """A service that saves where it stands.
+
+    On a stream its bytes are part of `DataLoader2.state_dict()`; an indexed graph's state needs no service.
+    """
 
     @abstractmethod
     def checkpoint(self) -> bytes:
-        """Where the service stands."""
+        """The place after the item handed out last in this iteration; what was made ahead does not count.
+
+        Also called after `finalize_iteration` and `finalize`, then of the iteration that was broken off.
+        """
 
     @abstractmethod
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
-        """Takes the place of `initialize` when a state was loaded."""
+        """Takes the place of `initialize` when a state was loaded: the next `iterate` goes on there.
+
+        A loader that has iterated before gives the graph that it ran: nothing is to be set up then, only the place to
+        be taken. `initialize_iteration` follows, with the seeds with which the saved iteration began.
+        """

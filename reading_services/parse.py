@@ -13,13 +13,13 @@ from ..datapipes.steps import Breakpoint, Schedule
 from ..datapipes.weights import LARGEST_TOTAL, SCALE
 from .state import FORMAT, MOST_BYTES, State, size_of
 
-__all__ = ["check_roster", "parse_line", "parse_state"]
+__all__ = ["check_keys", "check_number", "check_roster", "parse_json", "parse_line", "parse_state"]
 
 
 def parse_state(value: Any) -> State:
     """A state from a dict, or from JSON as str or bytes. Raises StateError for anything else."""
     if type(value) in (str, bytes):
-        value = _parse_json(value)
+        value = parse_json(value)
     _check_plain(value, [MOST_BYTES // 2], 0)  # the shortest value has two bytes: "0,"
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise StateError(f"not a tokenpipe state: its format is not {FORMAT!r}")
@@ -30,11 +30,11 @@ def parse_state(value: Any) -> State:
         )
     if size_of(value) > MOST_BYTES:
         raise StateError(f"the state has more than {MOST_BYTES} bytes, which no state has")
-    _keys("state", value, {"format", "version", "consumed_samples", "step", "journal", "order", "sources"})
+    check_keys("state", value, {"format", "version", "consumed_samples", "step", "journal", "order", "sources"})
     journal = value["journal"]
     if not isinstance(journal, dict):
         raise StateError("journal must be an object")
-    _keys("journal", journal, {"schedule", "breakpoints", "weights"}, _LATER if version == 2 else set())
+    check_keys("journal", journal, {"schedule", "breakpoints", "weights"}, _LATER if version == 2 else set())
     schedule = tuple((step, size) for step, size in _rows("journal.schedule", journal["schedule"], (int, int)))
     breakpoints = tuple(
         Breakpoint(*row) for row in _rows("journal.breakpoints", journal["breakpoints"], (int, int, int))
@@ -57,13 +57,13 @@ def parse_state(value: Any) -> State:
         if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
             raise StateError(f"{name} must be an object of strings")
     state = State(
-        _number("consumed_samples", value["consumed_samples"]),
+        check_number("consumed_samples", value["consumed_samples"]),
         whole,
         schedule,
         dict(value["order"]),
         dict(value["sources"]),
     )
-    if _number("step", value["step"]) != state.steps.step_of(state.consumed_samples):
+    if check_number("step", value["step"]) != state.steps.step_of(state.consumed_samples):
         raise StateError(f"step {value['step']} is not the step of sample {state.consumed_samples}")
     for change in whole.entries:
         if state.steps.start(change.step) != change.sample:
@@ -118,16 +118,17 @@ def check_roster(roster: Roster) -> None:
 
 def parse_line(state: State, key: str) -> dict[str, Any]:
     """What a line of a state's `order` says: plain integers, strings and lists; {} where it is not there."""
-    value = _parse_json(state.order.get(key, "{}"))
+    value = parse_json(state.order.get(key, "{}"))
     _check_plain(value, [MOST_BYTES // 2], 0)
     if not isinstance(value, dict):
         raise StateError(f"order: {key} is no object")
     return value
 
 
-def _parse_json(text: "str | bytes") -> Any:
-    if len(text) > 4 * MOST_BYTES:  # room for indentation; the compact form is held to MOST_BYTES
-        raise StateError(f"the state has {len(text)} bytes; no state has more than {MOST_BYTES}")
+def parse_json(text: "str | bytes", most: int = MOST_BYTES, floats: bool = False) -> Any:
+    """JSON without a field named twice, NaN, or (unless `floats`) any float. Raises StateError."""
+    if len(text) > 4 * most:  # room for indentation; the compact form is held to `most`
+        raise StateError(f"the state has {len(text)} bytes; no state has more than {most}")
 
     def no_duplicates(pairs: "list[tuple[str, Any]]") -> dict[str, Any]:
         found = dict(pairs)
@@ -139,7 +140,8 @@ def _parse_json(text: "str | bytes") -> Any:
         raise StateError(f"the state holds {constant}")
 
     try:
-        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=refuse, parse_float=refuse)
+        number = float if floats else refuse
+        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=refuse, parse_float=number)
     except StateError:
         raise
     except (ValueError, RecursionError) as error:
@@ -163,20 +165,22 @@ def _check_plain(value: Any, budget: "list[int]", depth: int) -> None:
         if len(value) > 16384:
             raise StateError("the state holds a string longer than any state does")
     elif type(value) is int:
-        _number("a number", value)
+        check_number("a number", value)
     else:
         raise StateError(f"the state holds a {type(value).__name__}; integers and strings were expected")
 
 
-def _number(name: str, value: Any) -> int:
+def check_number(name: str, value: Any) -> int:
+    """`value`, an integer of 0 … 2**63 − 2. Raises StateError."""
     if type(value) is not int or not 0 <= value < MAX_NUMBER:
         raise StateError(f"{name} must be an integer of 0 … 2**63 - 2, got {str(value)[:40]}")
     return value
 
 
-def _keys(
+def check_keys(
     name: str, value: dict[str, Any], expected: set[str], also: "set[str] | frozenset[str]" = frozenset()
 ) -> None:
+    """Raises StateError unless an object has these fields, and perhaps those of `also`."""
     unknown, missing = sorted(value.keys() - expected - also), sorted(expected - value.keys())
     if unknown or missing:
         raise StateError(f"{name}: unknown fields {unknown[:8]!r:.200}, missing fields {missing[:8]}")

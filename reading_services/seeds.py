@@ -4,14 +4,16 @@ Indexed graphs need none of this: their seeds are arguments of their nodes.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.utils.data.datapipes.iter import ShardingFilter
 
-from ..adapters.surgery import find_dps, list_dps, traverse_dps
+from ..adapters.surgery import list_dps, traverse_dps
 from ..datapipes._torch import DataPipe
-from ..datapipes.errors import ArgumentTypeError, ConfigurationError
+from ..datapipes.core import MAX_NUMBER
+from ..datapipes.errors import ArgumentTypeError, ConfigurationError, StateError
 
 __all__ = ["SeedGenerator", "set_datapipes_seed", "set_graph_random_seed"]
 
@@ -55,6 +57,24 @@ class SeedGenerator:
         child._role = f"{self._role}/{worker_id}/{self._own}"
         return child
 
+    def state_dict(self) -> "dict[str, Any]":
+        """Where both sequences are, JSON-able."""
+        return {"key": self._key, "role": self._role, "shared": self._shared, "own": self._own}
+
+    @classmethod
+    def from_state(cls, state: "Mapping[str, Any]") -> "SeedGenerator":
+        """The generator that goes on there. Raises StateError for what is no such state."""
+        generator = cls(0)
+        fits = isinstance(state, Mapping) and state.keys() == generator.state_dict().keys()
+        if not fits or not isinstance(state["role"], str) or len(state["role"]) > 1024:
+            raise StateError(f"the state of a seed generator has key, role, shared, own, got {state!r:.200}")
+        for name, end in (("key", 2**64), ("shared", MAX_NUMBER), ("own", MAX_NUMBER)):
+            if type(state[name]) is not int or not 0 <= state[name] < end:
+                raise StateError(f"seeds: {name} must be an integer of 0 … {end - 1}, got {state[name]!r:.40}")
+        generator._key, generator._role = state["key"], state["role"]
+        generator._shared, generator._own = state["shared"], state["own"]
+        return generator
+
 
 def set_datapipes_seed(
     datapipes: "Sequence[DataPipe]", seed_generator: SeedGenerator, distributed_shared: bool
@@ -72,8 +92,13 @@ def set_graph_random_seed(datapipe: DataPipe, seed_generator: SeedGenerator) -> 
     shuffle alike what they then share out), those after it with the worker's own.
     """
     graph = traverse_dps(datapipe)
-    filters = find_dps(graph, ShardingFilter)
+    filters = [node for node in list_dps(graph) if _shards(node)]
     before = {id(node): node for filter_ in filters for node in list_dps(traverse_dps(filter_))}
     set_datapipes_seed(list(before.values()), seed_generator, distributed_shared=True)
     set_datapipes_seed(list_dps(graph, exclude_dps=filters), seed_generator, distributed_shared=False)
     return datapipe
+
+
+def _shards(node: DataPipe) -> bool:
+    """Whether torch's `apply_sharding` reaches the node."""
+    return isinstance(node, ShardingFilter) or callable(getattr(type(node), "apply_sharding", None))

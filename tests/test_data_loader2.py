@@ -21,10 +21,8 @@ from tokenpipe.adapters import Adapter, ResumeSkip
 from tokenpipe.datapipes import IndexedDataPipe, TokenFileWriter, TokenReader, Topology, read_tokens
 from tokenpipe.datapipes.errors import (
     IteratorInvalidatedError,
-    LoaderError,
     LoaderShutdownError,
     LoaderWarning,
-    StateError,
 )
 from tokenpipe.reading_services import (
     DataLoader2,
@@ -744,16 +742,6 @@ def test_torchs_map_style_graphs_are_accepted():
     assert epochs[0] != epochs[1]
     loader.seed(3)
     assert [list(loader), list(loader)] == epochs
-
-
-def test_the_place_of_a_stream_cannot_be_saved_and_that_is_said():
-    loader = DataLoader2(shuffled())
-    for call in (loader.state_dict, lambda: loader.state_dict(step=3), lambda: loader.load_state_dict({})):
-        with pytest.raises(LoaderError, match="stream"):
-            call()
-    with pytest.raises((LoaderError, StateError)):
-        DataLoader2.from_state({}, shuffled())
-    assert len(list(loader)) == 7
 
 
 class Counter:

@@ -12,8 +12,18 @@ from pathlib import Path
 import pytest
 
 from tokenpipe import adapters, cli, datapipes, reading_services
-from tokenpipe.datapipes import IndexedDataPipe, audit, errors, formats, plan, recipes, tokenize
-from tokenpipe.datapipes._torch import MapDataPipe
+from tokenpipe.datapipes import (
+    IndexedDataPipe,
+    StreamingDataPipe,
+    audit,
+    errors,
+    formats,
+    plan,
+    recipes,
+    streaming,
+    tokenize,
+)
+from tokenpipe.datapipes._torch import IterDataPipe, MapDataPipe
 from tokenpipe.datapipes.fluent import ALIASES
 from tokenpipe.reading_services import workers
 
@@ -25,7 +35,7 @@ PACKAGES = [datapipes, adapters, reading_services, cli]
 def modules() -> list[str]:
     return [
         f"{package.__name__}.{module.name}"
-        for package in [*PACKAGES, audit, formats, plan, recipes, tokenize, workers]
+        for package in [*PACKAGES, audit, formats, plan, recipes, streaming, tokenize, workers]
         for module in pkgutil.iter_modules(package.__path__)
     ]
 
@@ -71,27 +81,38 @@ def _with_defaults(arguments, defaults):
 
 def test_every_functional_name_has_its_typed_method():
     tree = ast.parse((ROOT / "datapipes/fluent.py").read_text())
-    stubs = {node.name: stub_arguments(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     aliases = {
         node.targets[0].id: node.value.id
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Name)
     }
     assert aliases == ALIASES
-    registered = {
-        name: function.args[0]
-        for name, function in MapDataPipe.functions.items()
-        if isinstance(function.args[0], type) and issubclass(function.args[0], IndexedDataPipe)
-    }
-    assert stubs.keys() == registered.keys()
-    for name, node in registered.items():
-        _, _, *parameters = inspect.signature(node.__init__).parameters.values()
-        expected = [
-            (f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name, "" if p.default is p.empty else repr(p.default))
-            for p in parameters
-        ]
-        found = [(argument, default.replace('"', "'")) for argument, default in stubs[name]]
-        assert found == expected, name
+    for written, functions, kind in (
+        ("FluentMethods", MapDataPipe.functions, IndexedDataPipe),
+        ("FluentStreams", IterDataPipe.functions, StreamingDataPipe),
+    ):
+        methods = [node for node in ast.walk(classes[written]) if isinstance(node, ast.FunctionDef)]
+        stubs = {node.name: stub_arguments(node) for node in methods}
+        registered = {
+            name: node
+            for name, function in functions.items()
+            if isinstance(node := function.args[0], type)
+            and issubclass(node, kind)
+            and node.__module__.startswith("tokenpipe.")
+        }
+        assert stubs.keys() == registered.keys()
+        for name, node in registered.items():
+            _, _, *parameters = inspect.signature(node.__init__).parameters.values()
+            expected = [
+                (
+                    f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name,
+                    "" if p.default is p.empty else repr(p.default),
+                )
+                for p in parameters
+            ]
+            found = [(argument, default.replace('"', "'")) for argument, default in stubs[name]]
+            assert found == expected, name
 
 
 @pytest.mark.parametrize("module", modules())
