@@ -18,7 +18,7 @@ before, during and after a run:
 
 and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, filemap.py, pages.py
 (read-ahead, resident memory), fingerprint.py, tree.py, names.py (of nodes), arguments.py (what a recipe writes down),
-atomic.py, rank_zero.py, errors.py.
+atomic.py, rank_zero.py, rank_group.py (what ranks ask each other; full_sync.py: streams end together), errors.py.
 
     >>> import tempfile, numpy as np
     >>> path = tempfile.mkdtemp() + "/prose.npy"
@@ -44,6 +44,7 @@ from .documents import DocumentSelector
 from .exclude import Excluder
 from .formats.ids import DocumentIds
 from .formats.own import TokenFileWriter, verify_token_file
+from .full_sync import FullSync
 from .permute import Permuter
 from .plan import Overlap, Plan, overlap
 from .read import TokenReader
@@ -68,6 +69,7 @@ __all__ = [
     "DocumentSelector",
     "DocumentTokenizer",
     "Excluder",
+    "FullSync",
     "IndexedDataPipe",
     "JsonLinesReader",
     "Limiter",

@@ -14,6 +14,7 @@ Each is also the built-in that a caller would catch without knowing us:
     ├── TokenIdError (ValueError)             a token id that does not fit
     ├── CertificateError (ValueError)         a certificate file that is damaged, or none of ours
     ├── DocumentError (ValueError)            a text that cannot be read as documents: file, line, what is wrong
+    ├── RankError (RuntimeError)              other ranks that did not answer, or are gone
     ├── WorkerError (RuntimeError)            a worker process that did not do its work
     │   ├── WorkerDiedError                   three died while computing the same batch
     │   └── WorkerStalledError                a batch that was not made in time, twice
@@ -41,6 +42,7 @@ __all__ = [
     "LoaderShutdownError",
     "LoaderWarning",
     "OutOfRangeError",
+    "RankError",
     "RecipeError",
     "SourceExhaustedError",
     "SourceGoneError",
@@ -104,6 +106,10 @@ class CertificateError(TokenpipeError, ValueError):
 
 class DocumentError(TokenpipeError, ValueError):
     """A text file or line that cannot be read as a document; the message names file and line."""
+
+
+class RankError(TokenpipeError, RuntimeError):
+    """Other ranks did not answer in time, or are gone; the message names them."""
 
 
 class WorkerError(TokenpipeError, RuntimeError):

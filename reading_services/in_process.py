@@ -12,6 +12,7 @@ from ..datapipes._torch import DataPipe, apply_sharding
 from ..datapipes.combine import Mapper
 from ..datapipes.core import IndexedDataPipe, as_count
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError, LoaderError, StateError
+from ..datapipes.full_sync import FullSync
 from .interface import CheckpointableReadingServiceInterface, WorkerInfo, items_of
 from .parse import check_keys, parse_json
 from .run import IndexedRun
@@ -181,6 +182,8 @@ class InProcessReadingService(CheckpointableReadingServiceInterface):
         return reset
 
     def iterate(self, datapipe: DataPipe) -> Iterator[Any]:
+        if isinstance(datapipe, FullSync):  # no thread of ours may talk with the other ranks
+            return datapipe.synced(self.iterate(datapipe.datapipe))
         self._graph = datapipe
         if isinstance(datapipe, IndexedDataPipe):
             items = items_of(datapipe)

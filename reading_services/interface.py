@@ -57,8 +57,18 @@ class ReadingServiceInterface(ABC):
         seed_generator: SeedGenerator,
         iter_reset_fn: "Callable[[DataPipe], DataPipe] | None" = None,
     ) -> "Callable[[DataPipe], DataPipe] | None":
-        """Called at each `iter()`; a function that it returns rewrites the graph before it is iterated."""
-        return None
+        """Called at each `iter()`; a function that it returns rewrites the graph before it is iterated.
+
+        iter_reset_fn: what a service before this one returned; what this one returns stands for both. An override
+        may do without it.
+        """
+        return iter_reset_fn
+
+    def agree(self, standing: "Callable[[], dict[str, Any]]") -> None:
+        """Called at each `iter()`, before its first item. `standing` says, JSON-able, what is the same on all
+        ranks of a sound run: where an indexed one stands and how it is laid out; of a stream the nodes, the seed
+        and the workers a rank. It costs what a state costs.
+        """
 
     def iterate(self, datapipe: DataPipe) -> Iterator[Any]:
         """The items; called at each `iter()`, and again where a change of an indexed run drops what was

@@ -68,6 +68,11 @@ def parse_state(value: Any) -> State:
     for change in whole.entries:
         if state.steps.start(change.step) != change.sample:
             raise StateError(f"the journal has a change at step {change.step}, which does not begin at {change.sample}")
+    if version == 2 and not journal.keys() & _LATER:
+        raise StateError(
+            "a state of version 2 without what version 2 is for: part of its journal was lost on the way, as where "
+            "torch.distributed.checkpoint loads into another dict; saved as json.dumps(state) it stays whole"
+        )
     return state
 
 

@@ -9,11 +9,12 @@ from typing import Any
 from ..adapters.journal import ApplyJournal, gone_blends, with_rosters
 from ..adapters.resume import ResumeSkip
 from ..datapipes.audit.ledger import consumed_by_source, gone_sources, steps_of
-from ..datapipes.batch import batcher_of
-from ..datapipes.bound import Once
+from ..datapipes.batch import SampleBatcher, batcher_of
+from ..datapipes.bound import Limiter, Once
 from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count, nodes_of
 from ..datapipes.errors import JournalError, OutOfRangeError, StateMismatchError
 from ..datapipes.journal import Journal, blend_to_change
+from ..datapipes.shard import RankSharder
 from ..datapipes.steps import Schedule, StepTable
 from .amend import amended, nothing_changed
 from .changes import Moment
@@ -138,6 +139,12 @@ class IndexedRun:
         consumed = self.consumed_samples if step is None else self._sample_of(step)
         identity = identity_of(with_rosters(self.built, self.journal, identity=True))
         return State(consumed, self.journal, self._schedule, *identity).as_json()
+
+    def standing(self) -> dict[str, Any]:
+        """What is the same on all ranks of a sound run: the state, and how steps are dealt and where they end."""
+        kinds = (RankSharder, SampleBatcher, Limiter, Once)
+        layout = [[n.functional_name, n.order_settings] for n in nodes_of(self.built) if isinstance(n, kinds)]
+        return self.state_dict() | {"layout": layout}
 
     def load_state_dict(self, value: Any, amend: bool = False) -> None:
         """Goes on where a state says. Raises StateError, StateMismatchError, JournalError, BatchSizeError."""

@@ -36,6 +36,11 @@ class SeedGenerator:
             raise ConfigurationError(f"seed must be at least 0 and below 2**64, got {seed}")
         self._key, self._role, self._shared, self._own = seed, "main", 0, 0
 
+    @property
+    def initial_seed(self) -> int:
+        """The seed that both sequences began with."""
+        return self._key
+
     def _draw(self, role: str, number: int) -> int:
         text = f"tokenpipe seeds 1|{self._key}|{role}|{number}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
@@ -49,6 +54,11 @@ class SeedGenerator:
         """The next seed of this worker alone, below 2**63."""
         self._own += 1
         return self._draw(self._role, self._own)
+
+    def join(self, seed: int, rank: int) -> None:
+        """Begins both sequences anew from a seed that all ranks have, with this rank's own ones."""
+        self.seed(seed)
+        self._role = f"rank {rank}"
 
     def spawn(self, worker_id: int) -> "SeedGenerator":
         """The generator of one worker: the same shared seeds from here on, own ones of its own."""

@@ -1,0 +1,200 @@
+"""The service for a graph that runs on all ranks of torch.distributed.
+
+An indexed graph is dealt by its own `shard_ranks`, so here it is only checked: that its topology is that of the
+processes, and before each first item that all ranks stand at the same place of the same run. A stream is sharded,
+shares rank 0's seed, and ends on all ranks together (`fullsync`).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+
+from ..adapters.surgery import list_dps, traverse_dps
+from ..datapipes._torch import DataPipe, apply_sharding
+from ..datapipes.core import IndexedDataPipe, nodes_of
+from ..datapipes.errors import LoaderError, LoaderWarning, StateMismatchError, TopologyError
+from ..datapipes.full_sync import FullSync
+from ..datapipes.rank_group import RankGroup, as_timeout, ranks_text
+from ..datapipes.rank_zero import warn
+from ..datapipes.shard import RankSharder
+from .interface import CheckpointableReadingServiceInterface
+from .seeds import SeedGenerator, set_graph_random_seed
+
+__all__ = ["DistributedReadingService"]
+
+AXES = ("dp", "tp", "pp", "cp")
+MOST_SHOWN = 4
+"""Different answers that a message lists, a field."""
+
+
+class DistributedReadingService(CheckpointableReadingServiceInterface):
+    """Runs the graph in each rank's main process; in a SequentialReadingService, in its workers.
+
+    Every rank iterates, loads states and shuts down alike. The ranks talk over a gloo group of their own.
+
+    Args:
+        timeout: seconds after which a rank that does not answer is an error.
+
+    Raises, at the first iteration: LoaderError without an initialised process group, TopologyError on all ranks
+    where a topology does not fit the processes or an indexed graph has no `shard_ranks`; at each `iter()`
+    StateMismatchError on all ranks where they do not stand at the same place of the same run; RankError, naming
+    them, where ranks do not answer.
+    """
+
+    def __init__(self, timeout: float = 1800) -> None:
+        self.timeout = as_timeout(timeout)
+        self._ranks: RankGroup | None = None
+        self._stream: DataPipe | None = None
+
+    def initialize(self, datapipe: DataPipe) -> DataPipe:
+        self.finalize()  # of a loader before this one
+        ranks = self._ranks = RankGroup(self.timeout)
+        if isinstance(datapipe, IndexedDataPipe):
+            _check_topologies(datapipe, ranks)
+            return datapipe
+        graph = traverse_dps(datapipe)
+        if ranks.size > 1 and not any(hasattr(node, "apply_sharding") for node in list_dps(graph)):
+            warn(
+                "this stream has no sharding_filter, so each rank delivers all of its items; "
+                ".sharding_filter() behind what is shuffled would share them out",
+                LoaderWarning,
+                stacklevel=2,
+            )
+        apply_sharding(datapipe, ranks.size, ranks.rank, SHARDING_PRIORITIES.DISTRIBUTED)
+        synced = datapipe if isinstance(datapipe, FullSync) else FullSync(datapipe, self.timeout)
+        self._stream = synced.over(ranks)
+        return self._stream
+
+    def initialize_iteration(
+        self,
+        seed_generator: SeedGenerator,
+        iter_reset_fn: "Callable[[DataPipe], DataPipe] | None" = None,
+    ) -> "Callable[[DataPipe], DataPipe] | None":
+        if self._stream is not None:
+            ranks = self._group()
+            seed_generator.join(ranks.gather(seed_generator.generate_shared_seed())[0], ranks.rank)
+            set_graph_random_seed(self._stream, seed_generator)  # a service below, if there is one, seeds again
+        return iter_reset_fn
+
+    def agree(self, standing: "Callable[[], dict[str, Any]]") -> None:
+        ranks = self._group()
+        problem: Exception | None = None
+        fields: dict[str, str] = {}
+        try:
+            fields = _fields(standing())
+        except Exception as error:  # the others must not wait for an answer
+            problem = error
+        digest = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
+        answers = ranks.gather([digest, "" if problem is None else f"{type(problem).__name__}: {problem}"])
+        if problem is not None:
+            raise problem
+        for rank, (_, failed) in enumerate(answers):
+            if failed:
+                raise StateMismatchError(f"rank {rank} could not say where it stands: {failed}")
+        if any(other != digest for other, _ in answers):
+            differ = _differences(ranks.gather(fields))
+            raise StateMismatchError(
+                "the ranks do not stand at the same place of the same run, so their items would not make up its "
+                "steps; the same graph, state and changes on all of them would do:\n  " + "\n  ".join(differ)
+            )
+
+    def finalize(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks = self._stream = None
+
+    def checkpoint(self) -> bytes:
+        """Nothing: where a run stands is the loader's to save, and does not depend on the ranks."""
+        return b""
+
+    def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
+        return self.initialize(datapipe)
+
+    def _group(self) -> RankGroup:
+        if self._ranks is None:
+            raise LoaderError("DistributedReadingService was not initialized, or was finalized")
+        return self._ranks
+
+
+# Topologies ----------------------------------------------------------------------------------------------
+
+
+def _check_topologies(graph: IndexedDataPipe, ranks: RankGroup) -> None:
+    """Raises TopologyError, on all ranks, unless each has a place of its own in one topology of all of them."""
+    sharders = [node for node in nodes_of(graph) if isinstance(node, RankSharder)]
+    places = [[[getattr(s.topology, f"{axis}_{what}") for axis in AXES] for what in ("size", "rank")] for s in sharders]
+    answers = ranks.gather([places, _misfit(sharders, ranks.size)])
+    wrong = [rank for rank, (_, misfit) in enumerate(answers) if misfit]
+    if wrong:
+        raise TopologyError(f"{ranks_text(wrong)}: {answers[wrong[0]][1]}")
+    if not sharders:
+        return
+    layouts = [json.dumps([sizes for sizes, _ in found]) for found, _ in answers]
+    if len({*layouts}) > 1:
+        raise TopologyError(
+            f"the ranks have different topologies (sizes of {', '.join(AXES)}): {_by_value(layouts)}; the same on all "
+            "of them would do"
+        )
+    held: dict[str, list[int]] = {}
+    for rank, (found, _) in enumerate(answers):
+        held.setdefault(json.dumps(found), []).append(rank)
+    for where, holders in held.items():
+        if len(holders) > 1:
+            place = ", ".join(f"{axis}_rank {at}" for axis, at in zip(AXES, json.loads(where)[0][1], strict=True))
+            raise TopologyError(f"{ranks_text(holders)} have one place in the topology ({place}); each needs its own")
+
+
+def _misfit(sharders: "list[RankSharder]", world: int) -> str:
+    """Why the graph's topologies cannot be those of so many processes; empty where they can."""
+    if not sharders and world > 1:
+        return (
+            f"the graph deals nothing to its {world} ranks, so each would deliver every sample; "
+            f".shard_ranks(Topology(dp_rank=dist.get_rank(), dp_size={world})) before batch_samples would do, or "
+            f"Topology(tp_rank=dist.get_rank(), tp_size={world}) where all shall see the same samples"
+        )
+    for sharder in sharders:
+        topology, product = sharder.topology, 1
+        for axis in AXES:
+            product *= getattr(topology, f"{axis}_size")
+        if product != world:
+            return (
+                f"the topology ({topology}) is one of {product} processes, and torch.distributed has {world}; sizes "
+                f"of {', '.join(AXES)} whose product is {world} would do"
+            )
+    return ""
+
+
+# Where the ranks stand -----------------------------------------------------------------------------------
+
+
+def _fields(standing: "dict[str, Any]") -> "dict[str, str]":
+    """{"journal.weights": "[[…]]"}: what stands at each name of the first two levels; long values by a digest."""
+    out = {}
+    for name, value in standing.items():
+        inner = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+        for key, said in inner.items():
+            text = said if isinstance(said, str) else json.dumps(said, sort_keys=True)
+            if len(text) > 120:
+                text = f"{text[:90]} … #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+            out[key] = text
+    return out
+
+
+def _differences(fields: "list[dict[str, str]]") -> "list[str]":
+    """A line for each field that is not the same on all ranks."""
+    names = sorted({name for found in fields for name in found})
+    said = {name: [found.get(name, "not there") for found in fields] for name in names}
+    return [f"{name}: {_by_value(values)}" for name, values in said.items() if len({*values}) > 1]
+
+
+def _by_value(values: "list[str]") -> str:
+    """ "64 on ranks 0–2, 128 on rank 3", the commonest first."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    commonest = sorted(ranks.items(), key=lambda pair: (-len(pair[1]), pair[1]))
+    shown = [f"{value} on {ranks_text(where)}" for value, where in commonest[:MOST_SHOWN]]
+    return ", ".join([*shown, *([f"… {len(ranks)} in all"] if len(ranks) > MOST_SHOWN else [])])
