@@ -20,7 +20,7 @@ from .seeds import SeedGenerator, set_graph_random_seed
 from .stream_state import MOST_BYTES, canonical
 from .streams import BEGINNING, Delivered, Snapshot, StreamShard, parse_snapshot
 
-__all__ = ["InProcessReadingService"]
+__all__ = ["Counted", "InProcessReadingService", "parse_places"]
 
 _WORKER = WorkerInfo(num_workers=1, worker_id=0)
 _END, _ERROR, _ITEM = range(3)
@@ -225,17 +225,20 @@ class InProcessReadingService(CheckpointableReadingServiceInterface):
             run.load_state_dict(serialized_state)
             self._run, self._graph = run, run.graph
             return run.graph
-        place = _parse_place(serialized_state)
+        (place,) = parse_places(serialized_state, 1)
         graph = datapipe if datapipe is self._graph else self.initialize(datapipe)
         self._place, self._items = place, None
         return graph
 
 
-def _parse_place(serialized_state: bytes) -> Snapshot:
+def parse_places(serialized_state: bytes, shards: int) -> "list[Snapshot]":
+    """The places of so many shards. Raises StateError for anything else."""
     value = parse_json(serialized_state, MOST_BYTES, floats=True)
     if not isinstance(value, dict):
         raise StateError("the state of this service is an object")
     check_keys("service", value, {"shards"})
-    if not isinstance(value["shards"], list) or len(value["shards"]) != 1:
-        raise StateError("service.shards: the place of one shard was expected, as all runs in this process")
-    return parse_snapshot(value["shards"][0])
+    places = value["shards"]
+    if not isinstance(places, list) or len(places) != shards:
+        found = len(places) if isinstance(places, list) else "none"
+        raise StateError(f"service.shards: the places of {shards} shards were expected, and there are {found}")
+    return [parse_snapshot(place) for place in places]

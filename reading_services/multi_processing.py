@@ -6,16 +6,24 @@ from typing import Any
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
-from ..datapipes._torch import DataPipe
-from ..datapipes.core import as_count
+from ..adapters.surgery import traverse_dps
+from ..datapipes._torch import DataPipe, IterDataPipe, apply_sharding
+from ..datapipes.core import IndexedDataPipe, as_count
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError
-from .in_process import InProcessReadingService
+from ..datapipes.full_sync import FullSync
+from .in_process import Counted, InProcessReadingService, parse_places
 from .interface import WorkerInfo
 from .seeds import SeedGenerator
+from .stream_state import canonical
+from .streams import BEGINNING, Snapshot, later, say_replayed
+from .workers.dispatch import split, split_bytes
 from .workers.numbered import NumberedItems
+from .workers.pickled import to_bytes
 from .workers.pool import Pool
 from .workers.process import context_of
+from .workers.streamed import StreamedItems
 
 __all__ = ["MultiProcessingReadingService"]
 
@@ -70,6 +78,9 @@ class MultiProcessingReadingService(InProcessReadingService):
         self.stall_timeout = stall_timeout
         self.pin_memory = pin_memory
         self._pool: Pool | None = None
+        self._places: list[Snapshot] = []  # of a stream: where each worker's next iteration begins
+        self._seeds: dict[str, Any] = {}
+        self._items: Any = None
 
     @property
     def worker_pids(self) -> "tuple[int, ...]":
@@ -81,9 +92,16 @@ class MultiProcessingReadingService(InProcessReadingService):
         """How many workers were replaced so far, because they had ended or were stuck."""
         return self._pool.replaced if self._pool is not None else 0
 
+    # What a loader asks ---------------------------------------------------------------------------------------
+
     def initialize(self, datapipe: DataPipe) -> DataPipe:
         if not self.num_workers:
             return super().initialize(datapipe)
+        if not isinstance(datapipe, IndexedDataPipe):
+            traverse_dps(datapipe)  # says what is wrong where torch would only fail
+            apply_sharding(datapipe, self.num_workers, 0, SHARDING_PRIORITIES.MULTIPROCESSING)  # each worker does again
+        self._graph, self._run, self._items = datapipe, None, None
+        self._places = [BEGINNING] * self.num_workers
         return datapipe
 
     def initialize_iteration(
@@ -93,18 +111,50 @@ class MultiProcessingReadingService(InProcessReadingService):
     ) -> "Callable[[DataPipe], DataPipe] | None":
         if not self.num_workers:
             return super().initialize_iteration(seed_generator, iter_reset_fn)
+        if not isinstance(self._graph, IndexedDataPipe):
+            self._seeds = seed_generator.epoch().state_dict()
         return iter_reset_fn
 
     def iterate(self, datapipe: DataPipe) -> Iterator[Any]:
         if not self.num_workers:
             return super().iterate(datapipe)
-        assert self._context is not None
+        if isinstance(datapipe, FullSync):  # the ranks' main processes talk with each other, not their workers
+            return datapipe.synced(self.iterate(datapipe.datapipe))
+        items = self._streamed(datapipe) if isinstance(datapipe, IterDataPipe) else self._numbered(datapipe)
+        self._items = items if isinstance(items, StreamedItems) else Counted(items)
+        self._places = [BEGINNING] * self.num_workers
+        return self._items
+
+    def _numbered(self, graph: DataPipe) -> NumberedItems:
+        pool = self._pool_for(elastic=True, dispatched=False)
+        if isinstance(graph, IndexedDataPipe):
+            self._graph, first = graph, 0
+        else:
+            first = self._places[0]["items"]
+        most = max(1, self.worker_prefetch_cnt)
+        ahead = most * len(pool) + self.main_prefetch_cnt
+        return NumberedItems(pool, graph, self.worker_init_fn, ahead, most, self._pinned(), first)
+
+    def _streamed(self, graph: DataPipe) -> StreamedItems:
+        lowest = split(graph)
+        pool = self._pool_for(elastic=False, dispatched=lowest is not None)
+        functions = {"worker_init_fn": self.worker_init_fn, "worker_reset_fn": self.worker_reset_fn}
+        dispatched = None if lowest is None else to_bytes(lowest, forked=pool.forked)
+        if lowest is None:
+            data = to_bytes(graph, forked=pool.forked, **functions)
+        else:
+            data = split_bytes(graph, lowest, pool.forked, **functions)
+        ahead = max(1, self.worker_prefetch_cnt) + -(-self.main_prefetch_cnt // self.num_workers)
+        return StreamedItems(pool, data, self._seeds, self._places, ahead, self._pinned(), dispatched)
+
+    def _pool_for(self, elastic: bool, dispatched: bool) -> Pool:
+        if self._pool is not None and (self._pool.elastic, self._pool.dispatched) != (elastic, dispatched):
+            self._pool.close()
+            self._pool = None
         if self._pool is None:
-            self._pool = Pool(self.num_workers, self._context, self.stall_timeout, elastic=True)
-        ahead = max(1, self.worker_prefetch_cnt) * len(self._pool) + self.main_prefetch_cnt
-        return NumberedItems(
-            self._pool, datapipe, self.worker_init_fn, ahead, max(1, self.worker_prefetch_cnt), self._pinned()
-        )
+            assert self._context is not None
+            self._pool = Pool(self.num_workers, self._context, self.stall_timeout, elastic, dispatched)
+        return self._pool
 
     def _pinned(self) -> "Callable[[Any], Any] | None":
         # to ask for page-locked memory before the process has chosen its device would begin CUDA on the first one
@@ -116,3 +166,25 @@ class MultiProcessingReadingService(InProcessReadingService):
             self._pool.close()
             self._pool = None
         super().finalize()
+
+    # Where a stream stands ------------------------------------------------------------------------------------
+
+    def checkpoint(self) -> bytes:
+        if not self.num_workers or self._graph is None or isinstance(self._graph, IndexedDataPipe):
+            return super().checkpoint()
+        places = self._places
+        if isinstance(self._items, StreamedItems):
+            places = self._items.snapshots()
+            if any(place["items"] for place in places):
+                say_replayed(self._graph)
+        elif isinstance(self._items, Counted):
+            places = [later(BEGINNING, self._items.delivered), *places[1:]]
+        return canonical({"shards": places})
+
+    def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
+        if not self.num_workers or isinstance(datapipe, IndexedDataPipe):
+            return super().restore(datapipe, serialized_state)
+        places = parse_places(serialized_state, self.num_workers)
+        graph = datapipe if datapipe is self._graph else self.initialize(datapipe)
+        self._places, self._items = places, None
+        return graph

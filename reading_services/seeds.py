@@ -60,6 +60,12 @@ class SeedGenerator:
         self.seed(seed)
         self._role = f"rank {rank}"
 
+    def epoch(self) -> "SeedGenerator":
+        """A generator for one epoch, from the next shared seed; this one is then at the next epoch's."""
+        child = SeedGenerator(self.generate_shared_seed())
+        child._role = self._role
+        return child
+
     def spawn(self, worker_id: int) -> "SeedGenerator":
         """The generator of one worker: the same shared seeds from here on, own ones of its own."""
         child = SeedGenerator(self._key)

@@ -15,7 +15,7 @@ which of the three kinds it belongs.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data.datapipes.iter import (
@@ -33,6 +33,7 @@ from ..datapipes.core import MAX_NUMBER
 from ..datapipes.errors import LoaderError, LoaderWarning, StateError, StateMismatchError, TokenpipeError
 from ..datapipes.names import inputs_of, named_nodes
 from ..datapipes.rank_zero import warn
+from ..datapipes.streaming import ShardingRoundRobinDispatcher
 from ..datapipes.streaming.base import OUTER, StreamingDataPipe, as_plain
 from .interface import items_of
 
@@ -43,7 +44,7 @@ Snapshot = dict[str, Any]
 BEGINNING: Snapshot = {"items": 0, "skip": 0, "ended": False, "nodes": None}
 """The place before the first item of any stream."""
 
-HOLDS_NOTHING = (Batcher, Collator, FileOpener, Filter, Mapper)
+HOLDS_NOTHING = (Batcher, Collator, FileOpener, Filter, Mapper, ShardingRoundRobinDispatcher)
 """torch's nodes that keep nothing from one of their items to the next (their source as of torch 2.13):
 
 Mapper, Collator, Filter, FileOpener give at most one item for each that they take; Batcher waits with an empty batch.
@@ -163,21 +164,30 @@ class StreamShard:
         # until all is well: an exception, or a Ctrl-C, in what follows leaves the nodes between two items
         self._astray = True
         try:
-            while self._skip:
-                next(self._iterator)
-                self._skip -= 1
+            self.catch_up()
             item = next(self._iterator)
         except StopIteration:
-            if self._skip:
-                raise StateMismatchError(
-                    f"the stream ends {self._skip} items before the place of its state, {self._items} items: its data "
-                    "are others"
-                ) from None
             self._ended, self._astray = True, False
             raise
         self._items += 1
         self._astray = False
         return item
+
+    def catch_up(self, each: "Callable[[], None]" = lambda: None) -> None:
+        """Makes again what lies between the states of the nodes and the place; `each` is called at each item.
+
+        Raises StateMismatchError where the stream ends before.
+        """
+        try:
+            while self._skip:
+                each()
+                next(self._iterator)
+                self._skip -= 1
+        except StopIteration:
+            raise StateMismatchError(
+                f"the stream ends {self._skip} items before the place of its state, {self._items} items: its data are "
+                "others"
+            ) from None
 
     def snapshot(self) -> Snapshot:
         """The place of the item given last. Raises StateError where a node's state is no JSON."""

@@ -4,6 +4,7 @@ base.py       what a streaming node is: a place in attributes
 read.py       JSON lines files to texts
 tokenize.py   texts to token ids
 pack.py       token ids to rows of one length
+dispatch.py   a part that one process runs for all workers
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/a.jsonl"
@@ -17,8 +18,15 @@ resumed at once, another one by going through its epoch again.
 """
 
 from .base import StreamingDataPipe
+from .dispatch import ShardingRoundRobinDispatcher
 from .pack import SequencePacker
 from .read import JsonLinesReader
 from .tokenize import DocumentTokenizer
 
-__all__ = ["DocumentTokenizer", "JsonLinesReader", "SequencePacker", "StreamingDataPipe"]
+__all__ = [
+    "DocumentTokenizer",
+    "JsonLinesReader",
+    "SequencePacker",
+    "ShardingRoundRobinDispatcher",
+    "StreamingDataPipe",
+]

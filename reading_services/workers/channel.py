@@ -56,10 +56,14 @@ class Channel:
     """One end. Both ends send and receive, messages and items.
 
     Raises EOFError where the other end is gone.
+
+    Args:
+        patient: whether a message waits until the other end has read earlier ones (some ten fit); else BlockingIOError.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, patient: bool = True) -> None:
         self._socket = sock
+        self._flags = 0 if patient else socket.MSG_DONTWAIT
         self._mine: dict[int, SharedMap] = {}  # slots that this end writes
         self._free: list[int] = []  # of those: not in use by the other end
         self._new: list[int] = []  # descriptors of slots that the other end has not seen
@@ -103,7 +107,7 @@ class Channel:
         if descriptors:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         try:
-            self._socket.sendmsg([data], ancillary)
+            self._socket.sendmsg([data], ancillary, self._flags)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError from error
 

@@ -1,7 +1,6 @@
 """Indexed graphs over workers: numbers are dealt to whoever is free, items come out in order.
 
-Each worker has two tasks at most, one that it makes and one that waits, so that a slow item holds up little. A task
-is as many numbers as a millisecond makes: they are routed together, and cost the main process one message.
+The numbers of a task are routed together, and come back in one message.
 """
 
 import heapq
@@ -17,13 +16,12 @@ from ..interface import WorkerInfo
 from .channel import Channel, Item
 from .packing import unpacked
 from .pickled import from_bytes, to_bytes
-from .pool import Pool
+from .pool import Pool, tasks_for
+from .process import Lines
 from .raised import RaisedError
 
 __all__ = ["NumberedItems"]
 
-TASKS = 2
-TASK_SECONDS = 1e-3
 InitFn = Callable[[DataPipe, WorkerInfo], DataPipe]
 
 
@@ -33,7 +31,7 @@ class NumberedWork:
     def __init__(self, graph: bytes, workers: int) -> None:
         self._graph, self._workers = graph, workers
 
-    def begin(self, worker: int) -> DataPipe:
+    def begin(self, lines: Lines, worker: int) -> DataPipe:
         graph, beside = from_bytes(self._graph)
         if beside["worker_init_fn"] is not None:
             graph = beside["worker_init_fn"](graph, WorkerInfo(self._workers, worker))
@@ -75,6 +73,7 @@ class NumberedItems:
         ahead: items that may be dealt or waiting before they are asked for.
         most: of those, in one task.
         pinned: makes an item whose tensors are page-locked.
+        first: the number to begin at.
     """
 
     def __init__(
@@ -85,10 +84,11 @@ class NumberedItems:
         ahead: int,
         most: int,
         pinned: "Callable[[Any], Any] | None",
+        first: int = 0,
     ) -> None:
         self._pool, self._graph, self._ahead, self._most, self._pinned = pool, graph, ahead, most, pinned
         self._work = NumberedWork(to_bytes(graph, forked=pool.forked, worker_init_fn=init_fn), len(pool))
-        self._next = self._dealt = 0
+        self._next = self._dealt = first
         self._end = end_of(graph)
         self._again: list[tuple[int, int]] = []  # a heap: lost, and to be dealt before others
         self._ready: dict[int, Any] = {}
@@ -118,19 +118,15 @@ class NumberedItems:
         return value if self._pinned is None else self._pinned(value)
 
     def _deal(self) -> None:
-        seats = self._pool.seats
-        for load in range(TASKS):
-            for seat in seats:
-                if len(seat.tasks) > load:
-                    continue
-                if self._again:
-                    self._pool.deal(seat.number, *heapq.heappop(self._again))
-                    continue
-                size = max(1, min(self._most, int(TASK_SECONDS / self._pace)))
-                stop = min(self._dealt + size, self._next + self._ahead, self._end)
-                if stop > self._dealt:
-                    self._pool.deal(seat.number, self._dealt, stop)
-                    self._dealt = stop
+        limit = min(self._next + self._ahead, self._end)
+        for seat in sorted(self._pool.seats, key=lambda seat: len(seat.tasks)):
+            if self._again and len(seat.tasks) < 2:
+                self._pool.deal(seat.number, [heapq.heappop(self._again)])
+            elif self._dealt < limit and not self._again:
+                new = tasks_for(seat, self._pace, self._dealt, limit, self._most)
+                if new:
+                    self._dealt = new[-1][1]
+                    self._pool.deal(seat.number, new)
 
     def close(self) -> None:
         """Drops what was made ahead."""
@@ -161,3 +157,6 @@ class NumberedItems:
 
     def place(self, worker: int, number: int) -> str:
         return place_in(self._graph, number)
+
+    def dispatch(self) -> None:
+        return None

@@ -7,12 +7,12 @@ dies do not count against it; the one that it was making does, and with it those
 dealt again one by one.
 """
 
-import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
 import pickle
 import select
+import socket
 from collections import Counter, deque
 from multiprocessing.context import BaseContext
 from time import monotonic
@@ -20,11 +20,14 @@ from typing import Any, Protocol
 
 from ...datapipes.errors import ConfigurationError, LoaderError, WorkerDiedError, WorkerStalledError
 from .channel import Channel, Item
+from .dispatch import run_dispatcher
 from .process import Process
-from .worker import BEGIN, BEGUN, DEAL, END, ERROR, ITEMS, run
+from .worker import BEGIN, BEGINNING, BEGUN, DEAL, END, ERROR, ITEMS, run
 
-__all__ = ["Pool", "Turn"]
+__all__ = ["Pool", "Turn", "tasks_for"]
 
+TASK_SECONDS = 1e-3
+MOST_TASKS = 5  # of a worker: with two messages more, a socket takes them while nobody reads
 MOST_DEATHS = 3  # of workers that were making the same item
 MOST_STALLS = 2
 MOST_FAILED_STARTS = 3  # in a row, of workers that exit by themselves before they have begun
@@ -65,6 +68,9 @@ class Turn(Protocol):
     def place(self, worker: int, number: int) -> str:
         """What an error says of an item."""
 
+    def dispatch(self) -> Any:
+        """What the dispatching process is to do, where there is one."""
+
 
 class _Seat:
     """One worker's place in a pool, whoever sits there."""
@@ -78,15 +84,39 @@ class _Seat:
         self.since = 0.0  # when it last told something, or was given something to do
 
 
+def tasks_for(seat: _Seat, pace: float, start: int, stop: int, most: int) -> "list[tuple[int, int]]":
+    """Stretches of the numbers from `start` to `stop` that a worker should have besides what it has.
+
+    Two tasks, one to make and one that waits, of as many numbers as a millisecond makes: so a message costs little of
+    their time, and a slow item holds up little. More that wait, while it has fewer than `most` numbers: they are made
+    while the main process does something else.
+    """
+    size = max(1, min(most, int(TASK_SECONDS / pace)))
+    has, tasks = sum(task[1] - task[0] for task in seat.tasks), []
+    while start < stop and len(seat.tasks) + len(tasks) < (MOST_TASKS if has < most else 2):
+        end = min(start + size, stop)
+        tasks.append((start, end))
+        has, start = has + end - start, end
+    return tasks
+
+
 class Pool:
     """Worker processes that live until the pool is closed.
 
     Args:
         count: how many; fewer where the process's cap (TOKENPIPE_MAX_WORKERS) leaves no more, if `elastic`.
         stall_timeout: seconds that an item may take; None: any time.
+        dispatched: whether one process more deals to them. Then all begin again where one ends.
     """
 
-    def __init__(self, count: int, context: BaseContext, stall_timeout: "float | None", elastic: bool) -> None:
+    def __init__(
+        self,
+        count: int,
+        context: BaseContext,
+        stall_timeout: "float | None",
+        elastic: bool,
+        dispatched: bool = False,
+    ) -> None:
         global _live
         if multiprocessing.current_process().daemon:
             raise LoaderError(
@@ -95,8 +125,11 @@ class Pool:
             )
         if elastic:
             count = min(count, max(1, _most_workers() - _live))
+        self.elastic, self.dispatched = elastic, dispatched
         self._context, self._stall_timeout = context, stall_timeout
         self.seats = [_Seat(number) for number in range(count)]
+        self._dispatcher = _Seat(-1) if dispatched else None
+        self._all = [*self.seats, self._dispatcher] if self._dispatcher else self.seats
         self.replaced = 0
         self._by_descriptor: dict[int, _Seat] = {}
         self._poll = select.poll()
@@ -107,16 +140,16 @@ class Pool:
         self._failed_starts = 0
         self._pid = os.getpid()
         self._open = True
-        _live += count
+        _live += len(self._all)
         # multiprocessing ends its daemons with SIGTERM, which ours ignore, and then waits for them: be there before
-        self._at_exit = multiprocessing.util.Finalize(self, Pool._close_seats, (self.seats,), exitpriority=100)
+        self._at_exit = multiprocessing.util.Finalize(self, Pool._close_seats, (self._all,), exitpriority=100)
 
     def __len__(self) -> int:
         return len(self.seats)
 
     @property
     def pids(self) -> "tuple[int, ...]":
-        return tuple(seat.process.pid for seat in self.seats if seat.process is not None)
+        return tuple(seat.process.pid for seat in self._all if seat.process is not None)
 
     @property
     def forked(self) -> bool:
@@ -130,18 +163,17 @@ class Pool:
         self._check_process()
         self._forget()
         self._turn = turn
-        for seat in self.seats:
-            if seat.process is None:
-                self._start(seat)
-            else:
-                self._send_work(seat)
+        if any(seat.process is None for seat in self._all):
+            self._start([seat for seat in self._all if seat.process is None or self._dispatcher])
+        for seat in self._all:
+            self._send_work(seat)
 
     def finish(self, turn: Turn) -> None:
         """Nobody wants more of this turn."""
         if self._turn is turn and self._open:
             busy = any(seat.tasks for seat in self.seats)
             self._forget()
-            for seat in self.seats if busy else []:
+            for seat in self._all if busy or self._dispatcher else []:
                 self._send(seat, BEGIN, self._number, pickle.dumps(None))
 
     def _forget(self) -> None:
@@ -152,14 +184,17 @@ class Pool:
         for seat in self.seats:
             seat.tasks.clear()
 
-    def deal(self, worker: int, start: int, stop: int) -> None:
-        """Has a worker make the items from `start` to `stop`."""
-        seat = self.seats[worker]
+    def deal(self, worker: int, tasks: "list[tuple[int, int]]") -> None:
+        """Has a worker make the items of these stretches, from start to stop."""
+        seat, turn = self.seats[worker], self._turn
         if not seat.tasks and seat.begun:
             seat.since = monotonic()
-        seat.tasks.append([start, stop])
-        suspect = bool(self._deaths) and self._turn is not None and self._turn.place(worker, start) in self._deaths
-        self._send(seat, DEAL, self._number, start, stop, suspect)
+        seat.tasks += [[start, stop] for start, stop in tasks]
+        suspect = [
+            bool(self._deaths) and turn is not None and turn.place(worker, start) in self._deaths for start, _ in tasks
+        ]
+        told = [(start, stop, noted) for (start, stop), noted in zip(tasks, suspect, strict=True)]
+        self._send(seat, DEAL, self._number, told)
 
     def receive(self, wait: bool) -> None:
         """Takes what has come; with `wait`, once there is something, or something is wrong. May raise WorkerError."""
@@ -174,11 +209,13 @@ class Pool:
 
     def _patience(self) -> "float | None":
         """Milliseconds until some worker has taken too long."""
-        ends = [end for seat in self.seats if (end := self._deadline(seat)) is not None]
+        ends = [end for seat in self._all if (end := self._deadline(seat)) is not None]
         return max(0.0, min(ends) - monotonic()) * 1000 + 1 if ends else None
 
     def _deadline(self, seat: _Seat) -> "float | None":
         if self._stall_timeout is None:
+            return None
+        if seat is self._dispatcher:
             return None
         if not seat.begun:
             return seat.since + max(START_TIMEOUT, self._stall_timeout)
@@ -218,6 +255,8 @@ class Pool:
                     seat.tasks.popleft()
         elif not current:
             return
+        elif kind == BEGINNING:
+            pass
         elif kind == BEGUN:
             seat.begun, self._failed_starts = True, 0
         elif kind == END:
@@ -235,21 +274,39 @@ class Pool:
 
     def _send(self, seat: _Seat, *message: Any) -> None:
         if seat.process is not None:
-            with contextlib.suppress(EOFError):  # it has died, which the next poll tells
+            try:
                 seat.process.channel.send(*message)
+            except EOFError:
+                pass  # it has died, which the next poll tells
+            except BlockingIOError:
+                seat.process.kill()  # it does not read what it is sent
 
     def _send_work(self, seat: _Seat) -> None:
         assert self._turn is not None
-        seat.begun, seat.since = False, monotonic()
-        self._send(seat, BEGIN, self._number, pickle.dumps(self._turn.work(seat.number), 5))
+        seat.begun, seat.since = seat is self._dispatcher, monotonic()
+        work = self._turn.dispatch() if seat is self._dispatcher else self._turn.work(seat.number)
+        self._send(seat, BEGIN, self._number, pickle.dumps(work, 5))
 
     # Workers that die or stop -------------------------------------------------------------------------------
 
-    def _start(self, seat: _Seat) -> None:
-        seat.process = process = Process(self._context, run, seat.number, name=f"tokenpipe worker {seat.number}")
-        seat.watched = process.watch(self._poll)
-        self._by_descriptor.update(dict.fromkeys(seat.watched, seat))
-        self._send_work(seat)
+    def _start(self, seats: "list[_Seat]") -> None:
+        """Starts processes for these seats; where there is a dispatcher, for all."""
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in self.seats if self._dispatcher]
+        try:
+            for seat in seats:
+                self._unseat(seat)
+                ends = [] if not pairs else [pairs[seat.number][1]] if seat.number >= 0 else [end for end, _ in pairs]
+                if seat is self._dispatcher:
+                    seat.process = Process(self._context, run_dispatcher, name="tokenpipe dispatcher", ends=ends)
+                else:
+                    name = f"tokenpipe worker {seat.number}"
+                    seat.process = Process(self._context, run, seat.number, name=name, ends=ends)
+                seat.watched = seat.process.watch(self._poll)
+                self._by_descriptor.update(dict.fromkeys(seat.watched, seat))
+        finally:
+            for pair in pairs:
+                for end in pair:
+                    end.close()
 
     def _unseat(self, seat: _Seat) -> None:
         for descriptor in seat.watched:
@@ -261,6 +318,9 @@ class Pool:
             seat.process = None
 
     def _died(self, seat: _Seat) -> None:
+        dispatcher = self._dispatcher
+        if dispatcher is not None and dispatcher.process is not None and not dispatcher.process.alive():
+            seat = dispatcher  # whose end is also that of those who wait for it
         assert seat.process is not None
         how, by_signal = seat.process.death()
         number = seat.process.computing if seat.begun else -1
@@ -274,14 +334,22 @@ class Pool:
                 )
         error = None
         if number >= 0 and self._turn is not None:
-            place = self._turn.place(seat.number, number)
+            place = self._place(seat, number)
             self._deaths[place] += 1
             if self._deaths[place] >= MOST_DEATHS:
                 node = f" in node {seat.process.node}" if seat.process.node else ""
                 error = WorkerDiedError(
                     f"{MOST_DEATHS} workers ended while they made {place}; the last one {how}{node}"
                 )
+                if seat is dispatcher:
+                    raise error
         self._replace(seat, number, error)
+
+    def _place(self, seat: _Seat, number: int) -> str:
+        assert self._turn is not None
+        if seat is self._dispatcher:
+            return f"item {number} of the dispatching process"
+        return self._turn.place(seat.number, number)
 
     def _replace_stuck(self) -> None:
         now = monotonic()
@@ -316,20 +384,26 @@ class Pool:
 
     def _replace(self, seat: _Seat, number: int, error: "Exception | None") -> None:
         """Another worker for the seat. What the old one had is dealt again, the item that it made one by one."""
-        self._unseat(seat)
-        tasks = [(start, stop) for start, stop in seat.tasks]
-        seat.tasks.clear()
         self.replaced += 1
+        together = self._all if self._dispatcher else [seat]
+        lost = []
+        for other in together:
+            self._unseat(other)
+            lost.append([(start, stop) for start, stop in other.tasks])
+            other.tasks.clear()
         turn = self._turn
         if turn is None:
             return
-        if tasks and number >= 0:
-            start, stop = tasks.pop(0)
-            if error is not None:
-                turn.failed(seat.number, number, error)
-            tasks = [(n, n + 1) for n in range(start, stop) if n != number or error is None] + tasks
-        self._start(seat)
-        turn.lost(seat.number, tasks)
+        self._start(together)
+        for other, tasks in zip(together, lost, strict=True):
+            if other is seat and tasks and number >= 0:
+                start, stop = tasks.pop(0)
+                if error is not None:
+                    turn.failed(seat.number, number, error)
+                tasks = [(n, n + 1) for n in range(start, stop) if n != number or error is None] + tasks
+            if other is not self._dispatcher:
+                turn.lost(other.number, tasks)
+            self._send_work(other)
 
     # The end ------------------------------------------------------------------------------------------------
 
@@ -338,7 +412,7 @@ class Pool:
         global _live
         if self._open:
             self._open = False
-            _live -= len(self.seats)
+            _live -= len(self._all)
             self._forget()
             if self._pid == os.getpid():
                 self._at_exit()

@@ -18,7 +18,7 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import reduction, resource_tracker
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -89,19 +89,28 @@ class Process:
 
     Args:
         run: called in the child with its `Lines` and the arguments; picklable.
+        ends: of channels to other processes, which it has as `Lines.passed`.
     """
 
-    def __init__(self, context: BaseContext, run: "Callable[..., None]", *arguments: Any, name: str) -> None:
+    def __init__(
+        self,
+        context: BaseContext,
+        run: "Callable[..., None]",
+        *arguments: Any,
+        name: str,
+        ends: "Sequence[socket.socket]" = (),
+    ) -> None:
         main, child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         side, child_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         child_life, life = os.pipe()
         page = shared_memory(mmap.PAGESIZE)
-        self.channel, self._side, self._life = Channel(main), side, life
+        self.channel, self._side, self._life = Channel(main, patient=False), side, life
         self._page = mmap.mmap(page, mmap.PAGESIZE)
         self.computing = -1
         self._descriptor = -1
         _OURS.add(self)
-        passed = [_Passed(line) for line in (child.fileno(), child_side.fileno(), child_life, page)]
+        lines = (child.fileno(), child_side.fileno(), child_life, page, *(end.fileno() for end in ends))
+        passed = [_Passed(line) for line in lines]
         try:
             self._process = context.Process(  # type: ignore[attr-defined]
                 target=_begin, args=(run, passed, *arguments), daemon=True, name=name
@@ -171,6 +180,11 @@ class Process:
         letter = text.rpartition(")")[2].split()[0]
         return {"T": "stopped by a signal", "D": "waiting for a disk or a file server", "R": "running",
                 "S": "sleeping", "t": "held by a debugger"}.get(letter, "")  # fmt: skip
+
+    def kill(self) -> None:
+        """SIGKILL; the end is seen as any other."""
+        with contextlib.suppress(OSError):
+            self._process.kill()
 
     def end(self, timeout: float) -> None:
         """Ends the process: by the end of its channel, after `timeout` seconds by SIGKILL."""
@@ -244,6 +258,9 @@ class Lines:
     def __init__(self, channel: Channel, side: socket.socket, page: mmap.mmap) -> None:
         self.channel, self._side, self._page = channel, side, page
         self.names: dict[int, str] = {}  # of the nodes, by id
+        self.still_beginning: Callable[[], None] = lambda: None  # to be called while the first item takes long
+        self.passed: list[Channel] = []  # to other processes
+        self.turn = -1
 
     def computing(self, number: int) -> None:
         """Notes which item is made from now on; −1: none."""
@@ -275,10 +292,11 @@ def _begin(run: "Callable[..., None]", passed: "list[_Passed]", *arguments: Any)
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    channel, side, life, page = (each.number for each in passed)
+    channel, side, life, page, *ends = (each.number for each in passed)
     _end_with(life)
     torch.set_num_threads(1)
     lines = Lines(Channel(socket.socket(fileno=channel)), socket.socket(fileno=side), mmap.mmap(page, mmap.PAGESIZE))
+    lines.passed = [Channel(socket.socket(fileno=end)) for end in ends]
     os.close(page)
     threading.Thread(target=lines.answer, args=(threading.get_ident(),), daemon=True).start()
     with contextlib.suppress(EOFError):

@@ -2,9 +2,10 @@
 
 Messages in: (BEGIN, turn, work: bytes)        a graph to make items of; what was dealt before is forgotten
                                                (None: of none)
-             (DEAL, turn, start, stop, suspect)  the numbers of items to make, in order; whether a worker has died
-                                               of the first of them
-Messages out: (BEGUN, turn)                    the graph is ready
+             (DEAL, turn, [(start, stop, suspect), …])  the numbers of items to make, in order; whether a worker
+                                               has died of the first of them
+Messages out: (BEGINNING, turn)                it takes a while
+              (BEGUN, turn)                    the graph is ready
               (ITEMS, turn, number, [(seconds, snapshot, item), …])  from this number on
               (END, turn, number)              a stream has no item of this number
               (ERROR, turn, number, RaisedError)  the item cannot be made; −1: nor any other
@@ -24,17 +25,18 @@ from .packing import packed
 from .process import Lines
 from .raised import RaisedError, where_of
 
-__all__ = ["BEGIN", "BEGUN", "DEAL", "END", "ERROR", "ITEMS", "Work", "run"]
+__all__ = ["BEGIN", "BEGINNING", "BEGUN", "DEAL", "END", "ERROR", "ITEMS", "Work", "run"]
 
 TOGETHER = 1e-3  # seconds that an item may wait for others
 MOST_TOGETHER = 16
-BEGIN, DEAL, BEGUN, ITEMS, END, ERROR = range(6)
+STILL = 1.0  # seconds between two words of a worker that is about to begin
+BEGIN, DEAL, BEGINNING, BEGUN, ITEMS, END, ERROR = range(7)
 
 
 class Work(Protocol):
     """What a worker does in one turn."""
 
-    def begin(self, worker: int) -> Any:
+    def begin(self, lines: Lines, worker: int) -> Any:
         """Makes ready; gives the graph, for its names."""
 
     def items(self, start: int, stop: int) -> "Iterator[tuple[Any, bytes | None]]":
@@ -57,7 +59,7 @@ def run(lines: Lines, worker: int) -> None:
         while message is not None:
             kind, turn = message[:2]
             if kind == DEAL:
-                tasks.append(message[2:5])
+                tasks += message[2]
             else:
                 tasks.clear()
                 work = None  # the old one's maps and files go before the new one's come
@@ -72,10 +74,23 @@ def run(lines: Lines, worker: int) -> None:
             lines.computing(-1)
 
 
+class _Beginning:
+    """Tells the main process now and then that the worker is about to begin."""
+
+    def __init__(self, lines: Lines, turn: int) -> None:
+        self._lines, self._turn, self._told = lines, turn, perf_counter()
+
+    def __call__(self) -> None:
+        if perf_counter() - self._told > STILL:
+            self._lines.channel.send(BEGINNING, self._turn)
+            self._told = perf_counter()
+
+
 def _begun(lines: Lines, turn: int, work: bytes, worker: int, process: str) -> "Work | None":
     try:
         made: Work | None = pickle.loads(work)
-        lines.names = {} if made is None else node_names(made.begin(worker))
+        lines.still_beginning, lines.turn = _Beginning(lines, turn), turn
+        lines.names = {} if made is None else node_names(made.begin(lines, worker))
     except Exception as error:
         lines.channel.send(ERROR, turn, -1, RaisedError.of(error, process))
         return None

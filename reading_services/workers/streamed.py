@@ -1,0 +1,221 @@
+"""Streams over workers: each makes its own shard, items are taken from them strictly in turn.
+
+worker 0   a0      a1      a2 │          main:  a0 b0 c0 a1 b1 a2 b2 b3
+worker 1       b0      b1  b2  b3 │      one that is through is left out from there on
+worker 2          c0 │
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
+
+from ...datapipes._torch import DataPipe, apply_sharding
+from ..interface import WorkerInfo
+from ..seeds import SeedGenerator, set_graph_random_seed
+from ..streams import Snapshot, StreamShard, later
+from .channel import Channel, Item
+from .dispatch import DispatchWork, attach
+from .packing import unpacked
+from .pickled import from_bytes
+from .pool import Pool, tasks_for
+from .process import Lines
+from .raised import RaisedError
+
+__all__ = ["StreamedItems", "StreamedWork"]
+
+
+class _Graph:
+    """The worker's graph: kept from epoch to epoch, with what its nodes and `worker_init_fn` have made."""
+
+    data = b""
+    graph: DataPipe
+    reset_fn: "Callable[..., DataPipe] | None" = None
+
+
+class StreamedWork:
+    """In the worker: the items of its shard of a stream, in one epoch.
+
+    Args:
+        data: the graph with worker_init_fn and worker_reset_fn. seeds: the epoch's generator, as a state.
+        place: where the shard goes on.
+    """
+
+    def __init__(self, data: bytes, workers: int, seeds: "dict[str, Any]", place: Snapshot) -> None:
+        self._data, self._workers, self._seeds, self._place = data, workers, seeds, place
+
+    def begin(self, lines: Lines, worker: int) -> DataPipe:
+        info = WorkerInfo(self._workers, worker)
+        if _Graph.data != self._data:
+            _Graph.data = b""
+            graph, beside = from_bytes(self._data)
+            apply_sharding(graph, self._workers, worker, SHARDING_PRIORITIES.MULTIPROCESSING)
+            if beside["worker_init_fn"] is not None:
+                graph = beside["worker_init_fn"](graph, info)
+            _Graph.graph, _Graph.reset_fn, _Graph.data = graph, beside["worker_reset_fn"], self._data
+        graph, seeds = _Graph.graph, SeedGenerator.from_state(self._seeds).spawn(worker)
+        seed = seeds.generate_seed()
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        torch.manual_seed(seed)
+        set_graph_random_seed(graph, seeds)
+        if _Graph.reset_fn is not None:
+            graph = _Graph.graph = _Graph.reset_fn(graph, info, seeds)
+        attach(graph, lines)
+        shard = StreamShard(graph, self._place)
+        shard.catch_up(lines.still_beginning)
+        self._items = shard.with_places()
+        return graph
+
+    def items(self, start: int, stop: int) -> "Iterator[tuple[Any, Snapshot | None]]":
+        for _ in range(start, stop):
+            try:
+                yield next(self._items)
+            except StopIteration:
+                return
+
+    def place(self, number: int) -> str:
+        return f"item {number}"
+
+
+class _Shard:
+    """What the main process knows of a worker's shard."""
+
+    def __init__(self, place: Snapshot) -> None:
+        self.place, self.after = place, 0  # the item handed out last: so many after this place
+        self.newest, self.since = place, 0  # the item that has come last
+        self.dealt = self.received = self.given = place["items"]
+        self.waiting: deque[tuple[Any, Snapshot | None]] = deque()
+        self.through = place["ended"]
+        self.closed = self.through  # no more is asked of it
+        self.pace = 1.0  # seconds an item takes
+
+    def snapshot(self) -> Snapshot:
+        if self.through:
+            return {"items": self.given, "skip": 0, "ended": True, "nodes": None}
+        return later(self.place, self.after)
+
+
+class StreamedItems:
+    """The items of an epoch of a stream, made by a pool. A `Turn` of it.
+
+    Args:
+        data, seeds: as in StreamedWork. places: of each worker's shard.
+        dispatched: the part of the graph that the dispatching process runs.
+        ahead: items that may be dealt or waiting before they are asked for, of each worker.
+        pinned: makes an item whose tensors are page-locked.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        data: bytes,
+        seeds: "dict[str, Any]",
+        places: "list[Snapshot]",
+        ahead: int,
+        pinned: "Callable[[Any], Any] | None",
+        dispatched: "bytes | None" = None,
+    ) -> None:
+        self._pool, self._data, self._seeds, self._ahead, self._pinned = pool, data, seeds, ahead, pinned
+        self._dispatched = dispatched
+        self._shards = [_Shard(place) for place in places]
+        least = min((shard.given for shard in self._shards if not shard.through), default=0)
+        # whose turn it is: the first of those that have given least
+        self._at = next((i for i, s in enumerate(self._shards) if not s.through and s.given == least), 0)
+        pool.begin(self)
+
+    def __iter__(self) -> "StreamedItems":
+        return self
+
+    def __next__(self) -> Any:
+        self._pool.receive(wait=False)
+        self._deal()
+        while not all(shard.through for shard in self._shards):
+            shard = self._shards[self._at]
+            while not shard.through and not shard.waiting:
+                self._pool.receive(wait=True)
+                self._deal()
+            if shard.waiting and not shard.through:
+                found, snapshot = shard.waiting[0]
+                if found is None:
+                    shard.through = True
+                    shard.waiting.clear()
+                elif isinstance(found, Exception):
+                    raise found
+                elif isinstance(found, RaisedError):
+                    raise found.error()
+                else:
+                    channel, item = found
+                    value = unpacked(*channel.read(item))
+                    if self._pinned is not None:
+                        value = self._pinned(value)
+                    shard.waiting.popleft()
+                    shard.given += 1
+                    shard.place, shard.after = (shard.place, shard.after + 1) if snapshot is None else (snapshot, 0)
+                    self._at = (self._at + 1) % len(self._shards)
+                    return value
+            self._at = (self._at + 1) % len(self._shards)
+        raise StopIteration
+
+    def _deal(self) -> None:
+        for shard, seat in zip(self._shards, self._pool.seats, strict=True):
+            if shard.closed:
+                continue
+            new = tasks_for(seat, shard.pace, shard.dealt, shard.given + self._ahead, self._ahead)
+            if new:
+                shard.dealt = new[-1][1]
+                self._pool.deal(seat.number, new)
+
+    def snapshots(self) -> "list[Snapshot]":
+        """Where each worker's shard stands, of the items handed out."""
+        return [shard.snapshot() for shard in self._shards]
+
+    def close(self) -> None:
+        """Drops what was made ahead."""
+        for shard in self._shards:
+            for found, _ in shard.waiting:
+                if isinstance(found, tuple):
+                    found[0].drop(found[1])
+            shard.waiting.clear()
+            shard.closed = True
+        self._pool.finish(self)
+
+    # What the pool tells ------------------------------------------------------------------------------------
+
+    def work(self, worker: int) -> StreamedWork:
+        shard = self._shards[worker]
+        place = {**later(shard.newest, shard.since), "ended": shard.closed}
+        if shard.closed:
+            place |= {"skip": 0, "nodes": None}
+        return StreamedWork(self._data, len(self._shards), self._seeds, place)
+
+    def arrived(self, worker: int, number: int, item: "tuple[Channel, Item]", seconds: float, snapshot: Any) -> None:
+        shard = self._shards[worker]
+        shard.pace += (seconds - shard.pace) / 8
+        shard.received = number + 1
+        shard.newest, shard.since = (shard.newest, shard.since + 1) if snapshot is None else (snapshot, 0)
+        shard.waiting.append((item, snapshot))
+
+    def ended(self, worker: int, number: int) -> None:
+        self._shards[worker].closed = True
+        self._shards[worker].waiting.append((None, None))
+
+    def failed(self, worker: int, number: int, error: Any) -> None:
+        shard = self._shards[worker]
+        if not shard.closed:
+            shard.closed = True
+            shard.waiting.append((error, None))
+
+    def lost(self, worker: int, tasks: "list[tuple[int, int]]") -> None:
+        shard = self._shards[worker]
+        shard.dealt, shard.pace = shard.received, 1.0  # one by one, until it is known which item it was
+
+    def place(self, worker: int, number: int) -> str:
+        return f"item {number} of worker process {worker}"
+
+    def dispatch(self) -> "DispatchWork | None":
+        return None if self._dispatched is None else DispatchWork(self._dispatched, self._seeds)
