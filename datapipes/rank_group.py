@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .errors import ArgumentTypeError, ConfigurationError, LoaderError, RankError
 
-__all__ = ["RankGroup", "as_timeout", "ranks_text"]
+__all__ = ["RankGroup", "as_timeout", "rank_and_ranks", "ranks_text"]
 
 NUMBERS = itertools.count()  # of groups made: alike on all ranks, as making one is a collective
 SLICE = timedelta(seconds=1)
@@ -31,6 +31,16 @@ def as_timeout(timeout: Any) -> float:
     if not (timeout > 0 and math.isfinite(timeout)):
         raise ConfigurationError(f"timeout must be above 0 seconds and finite, got {timeout}")
     return float(timeout)
+
+
+def rank_and_ranks() -> "tuple[int, int]":
+    """(this process's rank, how many there are). Raises LoaderError without an initialised process group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise LoaderError(
+            "no process group of torch.distributed is initialised; init_process_group(...) before the first "
+            "iteration, under torchrun, would do"
+        )
+    return dist.get_rank(), dist.get_world_size()
 
 
 def ranks_text(ranks: "list[int]") -> str:
@@ -56,13 +66,8 @@ class RankGroup:
     """
 
     def __init__(self, timeout: float) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise LoaderError(
-                "no process group of torch.distributed is initialised; init_process_group(...) before the first "
-                "iteration, under torchrun, would do"
-            )
+        self.rank, self.size = rank_and_ranks()
         self.timeout = timeout
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._lost: RankError | None = None
         self._group: Any = None
         self._name = f"tokenpipe/{next(NUMBERS)}"

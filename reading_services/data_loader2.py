@@ -6,7 +6,6 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
-from ..adapters.surgery import list_dps, traverse_dps
 from ..datapipes._torch import DataPipe, IterDataPipe, MapDataPipe
 from ..datapipes.core import IndexedDataPipe, as_count
 from ..datapipes.errors import (
@@ -167,10 +166,10 @@ class DataLoader2(IndexedLoader):
         if run is None:
             if reset is not None:
                 self.datapipe = reset(self.datapipe)
-            service.agree(self._standing)
+            assert stream is not None
+            service.agree(lambda: stream.standing(self.datapipe))
             self._items = service.iterate(self.datapipe)
-            if stream is not None:
-                stream.begun()
+            stream.begun()
         else:
             run.begin()
             self._reset = reset
@@ -199,11 +198,6 @@ class DataLoader2(IndexedLoader):
                 run.placed, self._run = self._run.placed, run
         self.datapipe = graph
         self._initialized = True
-
-    def _standing(self) -> dict[str, Any]:
-        nodes = [type(node).__name__ for node in list_dps(traverse_dps(self.datapipe))]
-        workers = getattr(self.reading_service, "num_workers", 0)
-        return {"nodes": nodes, "seed": self._generator.initial_seed, "workers": workers}
 
     def _indexed_items(self) -> Iterator[Any]:
         run = self._run

@@ -2,26 +2,36 @@
 
 An indexed graph is dealt by its own `shard_ranks`, so here it is only checked: that its topology is that of the
 processes, and before each first item that all ranks stand at the same place of the same run. A stream is sharded,
-shares rank 0's seed, and ends on all ranks together (`fullsync`).
+shares rank 0's seed, and ends on all ranks together (`fullsync`). Of a stream each rank saves its own place:
+
+    {"seed": 5, "items": 1000, "place": {"shards": [{"items": 1000, …}]}}
+
+seed: the epoch's, which all ranks have from rank 0; null: none has begun. items: how many every rank has delivered of
+it. place: where the stream stands on this rank; null: another service runs it, and knows.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from ..adapters.surgery import list_dps, traverse_dps
-from ..datapipes._torch import DataPipe, apply_sharding
+from ..datapipes._torch import DataPipe, IterDataPipe, MapDataPipe, apply_sharding
 from ..datapipes.core import IndexedDataPipe, nodes_of
-from ..datapipes.errors import LoaderError, LoaderWarning, StateMismatchError, TopologyError
+from ..datapipes.errors import LoaderError, LoaderWarning, StateError, StateMismatchError, TopologyError
 from ..datapipes.full_sync import FullSync
-from ..datapipes.rank_group import RankGroup, as_timeout, ranks_text
+from ..datapipes.names import named_nodes
+from ..datapipes.rank_group import RankGroup, as_timeout, rank_and_ranks, ranks_text
 from ..datapipes.rank_zero import warn
 from ..datapipes.shard import RankSharder
-from .interface import CheckpointableReadingServiceInterface
+from .in_process import Counted, InProcessReadingService
+from .interface import CheckpointableReadingServiceInterface, items_of
+from .parse import check_keys, check_number, parse_json
 from .seeds import SeedGenerator, set_graph_random_seed
+from .stream_state import MOST_BYTES, canonical
 
 __all__ = ["DistributedReadingService"]
 
@@ -31,9 +41,10 @@ MOST_SHOWN = 4
 
 
 class DistributedReadingService(CheckpointableReadingServiceInterface):
-    """Runs the graph in each rank's main process; in a SequentialReadingService, in its workers.
+    """Runs the graph in each rank's main process, or hands on what a later member of a SequentialReadingService makes.
 
-    Every rank iterates, loads states and shuts down alike. The ranks talk over a gloo group of their own.
+    Every rank iterates, loads states and shuts down alike. The ranks talk over a gloo group of their own. A stream goes
+    on from a state on the same number of ranks, each with its own.
 
     Args:
         timeout: seconds after which a rank that does not answer is an error.
@@ -47,11 +58,36 @@ class DistributedReadingService(CheckpointableReadingServiceInterface):
     def __init__(self, timeout: float = 1800) -> None:
         self.timeout = as_timeout(timeout)
         self._ranks: RankGroup | None = None
-        self._stream: DataPipe | None = None
+        self._was: tuple[int, int] | None = None  # rank and ranks, also after the end
+        self._set_up(None)
+
+    def _set_up(self, stream: "FullSync | None") -> None:
+        self._stream = stream
+        self._runner: InProcessReadingService | None = None  # of a stream that no other member runs
+        self._loaded: dict[str, Any] | None = None  # where the next iteration goes on
+        self._seed: int | None = None
+        self._items = Counted(iter(()))
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """This process's rank. Raises LoaderError without an initialised process group."""
+        return self._where()[0]
+
+    @property
+    def ranks(self) -> int:  # type: ignore[override]
+        """How many there are. Raises LoaderError without an initialised process group."""
+        return self._where()[1]
+
+    def _where(self) -> "tuple[int, int]":
+        if self._was is None or (self._ranks is None and dist.is_initialized()):  # of a loader that is still to begin
+            return rank_and_ranks()
+        return self._was
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
         self.finalize()  # of a loader before this one
+        self._set_up(None)
         ranks = self._ranks = RankGroup(self.timeout)
+        self._was = ranks.rank, ranks.size
         if isinstance(datapipe, IndexedDataPipe):
             _check_topologies(datapipe, ranks)
             return datapipe
@@ -65,8 +101,8 @@ class DistributedReadingService(CheckpointableReadingServiceInterface):
             )
         apply_sharding(datapipe, ranks.size, ranks.rank, SHARDING_PRIORITIES.DISTRIBUTED)
         synced = datapipe if isinstance(datapipe, FullSync) else FullSync(datapipe, self.timeout)
-        self._stream = synced.over(ranks)
-        return self._stream
+        self._set_up(synced.over(ranks))
+        return synced
 
     def initialize_iteration(
         self,
@@ -75,7 +111,8 @@ class DistributedReadingService(CheckpointableReadingServiceInterface):
     ) -> "Callable[[DataPipe], DataPipe] | None":
         if self._stream is not None:
             ranks = self._group()
-            seed_generator.join(ranks.gather(seed_generator.generate_shared_seed())[0], ranks.rank)
+            self._seed = ranks.gather(seed_generator.generate_shared_seed())[0]
+            seed_generator.join(self._seed, ranks.rank)
             set_graph_random_seed(self._stream, seed_generator)  # a service below, if there is one, seeds again
         return iter_reset_fn
 
@@ -84,7 +121,9 @@ class DistributedReadingService(CheckpointableReadingServiceInterface):
         problem: Exception | None = None
         fields: dict[str, str] = {}
         try:
-            fields = _fields(standing())
+            loaded = self._loaded or {"items": 0, "seed": "of a new epoch"}
+            place = {} if self._stream is None else {"saved": {name: loaded[name] for name in ("items", "seed")}}
+            fields = _fields(standing() | place)
         except Exception as error:  # the others must not wait for an answer
             problem = error
         digest = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -101,22 +140,69 @@ class DistributedReadingService(CheckpointableReadingServiceInterface):
                 "steps; the same graph, state and changes on all of them would do:\n  " + "\n  ".join(differ)
             )
 
+    def iterate(self, datapipe: DataPipe) -> Iterator[Any]:
+        if self._stream is None:
+            return items_of(datapipe)
+        place = self._loaded
+        if not isinstance(datapipe, (IterDataPipe, MapDataPipe)):  # what another member makes of it
+            self._runner, items = None, items_of(datapipe)
+        else:
+            if place is not None and place["items"] and place["place"] is None:
+                raise StateMismatchError(
+                    "this state was saved where another member of the SequentialReadingService ran the stream; the "
+                    "same members would do"
+                )
+            runner = self._runner = self._runner or InProcessReadingService()
+            if place is not None and place["place"] is not None:
+                runner.restore(datapipe, canonical(place["place"]))
+            items = runner.iterate(datapipe)
+        self._items, self._loaded = Counted(items), None
+        self._items.delivered = 0 if place is None else place["items"]
+        return self._items
+
+    def finalize_iteration(self) -> None:
+        if self._runner is not None:
+            self._runner.finalize_iteration()
+
     def finalize(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
-        self._ranks = self._stream = None
+        self._ranks = None
 
     def checkpoint(self) -> bytes:
-        """Nothing: where a run stands is the loader's to save, and does not depend on the ranks."""
-        return b""
+        """Of a stream this rank's place. Of an indexed graph nothing: where it stands is the loader's to save, and
+        does not depend on the ranks.
+        """
+        if self._stream is None:
+            return b""
+        place = self._loaded
+        if place is None:
+            where = None if self._runner is None else json.loads(self._runner.checkpoint())
+            place = {"seed": self._seed, "items": self._items.delivered, "place": where}
+        return canonical(place)
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
-        return self.initialize(datapipe)
+        if self._ranks is None or all(node is not self._stream for node, _ in named_nodes(datapipe)):
+            datapipe = self.initialize(datapipe)
+        if self._stream is not None:
+            self._loaded = _parse_place(serialized_state)
+        return datapipe
 
     def _group(self) -> RankGroup:
         if self._ranks is None:
             raise LoaderError("DistributedReadingService was not initialized, or was finalized")
         return self._ranks
+
+
+def _parse_place(serialized_state: bytes) -> "dict[str, Any]":
+    place = parse_json(serialized_state, MOST_BYTES, floats=True)
+    if not isinstance(place, dict):
+        raise StateError("the place of a stream on a rank is an object")
+    check_keys("the place of a stream on a rank", place, {"seed", "items", "place"})
+    check_number("items", place["items"])
+    if place["seed"] is not None:
+        check_number("seed", place["seed"])
+    return place
 
 
 # Topologies ----------------------------------------------------------------------------------------------

@@ -143,6 +143,7 @@ class InProcessReadingService(CheckpointableReadingServiceInterface):
         self._place = BEGINNING  # of a stream: where the next iteration begins
         self._shard: StreamShard | None = None
         self._items: Counted | StreamShard | Delivered | None = None
+        self._ahead: ReadAhead | None = None  # of a stream
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
         if self.init_fn is not None:
@@ -182,23 +183,28 @@ class InProcessReadingService(CheckpointableReadingServiceInterface):
         return reset
 
     def iterate(self, datapipe: DataPipe) -> Iterator[Any]:
-        if isinstance(datapipe, FullSync):  # no thread of ours may talk with the other ranks
-            return datapipe.synced(self.iterate(datapipe.datapipe))
         self._graph = datapipe
         if isinstance(datapipe, IndexedDataPipe):
             items = items_of(datapipe)
             self._items = Counted(ReadAhead(items, self.prefetch_cnt) if self.prefetch_cnt else items)
-        else:
-            self._shard = shard = StreamShard(datapipe, self._place)
-            self._items, self._place = shard, BEGINNING
+            return self._items
+        synced = datapipe if isinstance(datapipe, FullSync) else None
+        self._shard = shard = StreamShard(datapipe if synced is None else synced.datapipe, self._place)
+        self._items, self._place = shard, BEGINNING
+        if self.prefetch_cnt or synced is not None:
+            place, pairs = shard.snapshot(), shard.with_places()
             if self.prefetch_cnt:
-                place = shard.snapshot()
-                self._items = Delivered(ReadAhead(shard.with_places(), self.prefetch_cnt), place)
+                pairs = self._ahead = ReadAhead(pairs, self.prefetch_cnt)
+            if synced is not None:  # outside of the thread; an item that the ranks did not agree on is not delivered
+                pairs = synced.synced(pairs)
+            self._items = Delivered(pairs, place)
         return self._items
 
     def finalize_iteration(self) -> None:
-        if (close := getattr(self._items, "close", None)) is not None:
-            close()
+        for items in (self._items, self._ahead):
+            if (close := getattr(items, "close", None)) is not None:
+                close()
+        self._ahead = None
 
     def checkpoint(self) -> bytes:
         """A stream's place; of an indexed graph, which a loader keeps the state of, the run as iterated here."""

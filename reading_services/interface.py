@@ -66,8 +66,8 @@ class ReadingServiceInterface(ABC):
 
     def agree(self, standing: "Callable[[], dict[str, Any]]") -> None:
         """Called at each `iter()`, before its first item. `standing` says, JSON-able, what is the same on all
-        ranks of a sound run: where an indexed one stands and how it is laid out; of a stream the nodes, the seed
-        and the workers a rank. It costs what a state costs.
+        ranks of a sound run: where an indexed one stands and how it is laid out; of a stream the nodes, the
+        epoch's seed, whether it goes on from a state, and the workers a rank. It costs what a state costs.
         """
 
     def iterate(self, datapipe: DataPipe) -> Iterator[Any]:

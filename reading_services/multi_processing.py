@@ -78,6 +78,7 @@ class MultiProcessingReadingService(InProcessReadingService):
         self.stall_timeout = stall_timeout
         self.pin_memory = pin_memory
         self._pool: Pool | None = None
+        self._replaced = 0  # in pools before this one
         self._places: list[Snapshot] = []  # of a stream: where each worker's next iteration begins
         self._seeds: dict[str, Any] = {}
         self._items: Any = None
@@ -90,7 +91,7 @@ class MultiProcessingReadingService(InProcessReadingService):
     @property
     def replaced(self) -> int:
         """How many workers were replaced so far, because they had ended or were stuck."""
-        return self._pool.replaced if self._pool is not None else 0
+        return self._replaced + (self._pool.replaced if self._pool is not None else 0)
 
     # What a loader asks ---------------------------------------------------------------------------------------
 
@@ -149,8 +150,7 @@ class MultiProcessingReadingService(InProcessReadingService):
 
     def _pool_for(self, elastic: bool, dispatched: bool) -> Pool:
         if self._pool is not None and (self._pool.elastic, self._pool.dispatched) != (elastic, dispatched):
-            self._pool.close()
-            self._pool = None
+            self._close_pool()
         if self._pool is None:
             assert self._context is not None
             self._pool = Pool(self.num_workers, self._context, self.stall_timeout, elastic, dispatched)
@@ -161,10 +161,14 @@ class MultiProcessingReadingService(InProcessReadingService):
         wanted = torch.cuda.is_available() and torch.cuda.is_initialized()
         return pinned if (wanted if self.pin_memory is None else self.pin_memory) else None
 
-    def finalize(self) -> None:
+    def _close_pool(self) -> None:
         if self._pool is not None:
             self._pool.close()
+            self._replaced += self._pool.replaced
             self._pool = None
+
+    def finalize(self) -> None:
+        self._close_pool()
         super().finalize()
 
     # Where a stream stands ------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ from typing import Any
 from ..datapipes._torch import DataPipe
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError, LoaderWarning, StateError
 from ..datapipes.rank_zero import warn
+from .in_process import InProcessReadingService
 from .interface import CheckpointableReadingServiceInterface, ReadingServiceInterface, items_of
 from .seeds import SeedGenerator
+from .stream_state import canonical
 
 __all__ = ["SequentialReadingService"]
 
@@ -50,16 +52,35 @@ class SequentialReadingService(CheckpointableReadingServiceInterface):
         for service in reading_services:
             if not isinstance(service, ReadingServiceInterface):
                 raise ArgumentTypeError(f"a member must be a ReadingServiceInterface, got {service!r}")
+        for i, service in enumerate(reading_services):
+            later = next((s for s in reading_services[i + 1 :] if _makes_items(s)), None)
+            if isinstance(service, InProcessReadingService) and later is not None:
+                raise ConfigurationError(
+                    f"{type(service).__name__} runs a graph, and {type(later).__name__} behind it would give it items; "
+                    f"{type(later).__name__} before {type(service).__name__} would do"
+                )
         self.reading_services = reading_services
+        self._ran: DataPipe | None = None
 
     @property
-    def num_workers(self) -> int:
+    def num_workers(self) -> int:  # type: ignore[override]
         """Worker processes of the innermost member that has any; 0: none does."""
-        return next((n for s in reversed(self.reading_services) if (n := getattr(s, "num_workers", 0))), 0)
+        return next((n for s in reversed(self.reading_services) if (n := s.num_workers)), 0)
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """This rank's number, of the outermost member that has ranks; 0: none does."""
+        return next((s.rank for s in self.reading_services if s.ranks > 1), 0)
+
+    @property
+    def ranks(self) -> int:  # type: ignore[override]
+        """How many ranks the outermost member that has any runs on; 1: none does."""
+        return next((n for s in self.reading_services if (n := s.ranks) > 1), 1)
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
         for service in self.reading_services:
             datapipe = service.initialize(datapipe)
+        self._ran = datapipe
         return datapipe
 
     def initialize_iteration(
@@ -80,8 +101,9 @@ class SequentialReadingService(CheckpointableReadingServiceInterface):
 
     def iterate(self, datapipe: DataPipe) -> Iterator[Any]:
         graph: Any = datapipe
+        self._ran = datapipe
         for service in reversed(self.reading_services):
-            if type(service).iterate is not ReadingServiceInterface.iterate:
+            if _makes_items(service):
                 graph = Served(service, graph)
         return items_of(graph)
 
@@ -101,16 +123,18 @@ class SequentialReadingService(CheckpointableReadingServiceInterface):
             for service in self.reading_services
         ]
         members = [base64.b64encode(state).decode() for state in states]
-        return json.dumps({"format": FORMAT, "version": VERSION, "members": members}).encode()
+        return canonical({"format": FORMAT, "version": VERSION, "members": members})
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
         """As `initialize`, each member with its own part. Raises StateError for what is no state of as many members."""
+        set_up = datapipe is self._ran
         for service, state in zip(self.reading_services, self._members(serialized_state), strict=True):
             if isinstance(service, CheckpointableReadingServiceInterface):
                 datapipe = service.restore(datapipe, state)
             else:
                 _without(service)
-                datapipe = service.initialize(datapipe)
+                datapipe = datapipe if set_up else service.initialize(datapipe)
+        self._ran = datapipe
         return datapipe
 
     def _members(self, serialized_state: bytes) -> "list[bytes]":
@@ -124,6 +148,10 @@ class SequentialReadingService(CheckpointableReadingServiceInterface):
         if len(members) != len(self.reading_services):
             raise StateError(f"a state of {len(members)} services, and here are {len(self.reading_services)}")
         return members
+
+
+def _makes_items(service: ReadingServiceInterface) -> bool:
+    return type(service).iterate is not ReadingServiceInterface.iterate
 
 
 def _takes_two(service: ReadingServiceInterface) -> bool:

@@ -21,7 +21,9 @@ from typing import Any
 from ..datapipes._torch import DataPipe
 from ..datapipes.core import IndexedDataPipe
 from ..datapipes.errors import LoaderError, StateError, StateMismatchError
+from ..datapipes.full_sync import FullSync
 from ..datapipes.names import inputs_of, named_nodes, node_names
+from ..datapipes.rank_group import rank_and_ranks
 from ..datapipes.streaming.base import StreamingDataPipe, as_plain
 from .interface import CheckpointableReadingServiceInterface, ReadingServiceInterface
 from .parse import check_keys, check_number, parse_json
@@ -139,6 +141,16 @@ class StreamRun:
         self._generator, self._seeds = generator, generator.state_dict()
         return generator
 
+    def standing(self, graph: DataPipe) -> "dict[str, Any]":
+        """What is the same on all ranks, when an epoch is to begin or to go on: `graph` is what will run."""
+        assert self._generator is not None  # begin() was called
+        return {
+            "nodes": [name for _, name in named_nodes(graph)],
+            "seed": self._generator.initial_seed,
+            "from a state": self.pending is not None,
+            "workers": self._service.num_workers,
+        }
+
     def begun(self) -> None:
         """The epoch's items are there: a loaded place is taken, or a new epoch has begun."""
         self.pending, self.through = None, False
@@ -196,7 +208,8 @@ class StreamRun:
         return self._service
 
     def _layout(self) -> "tuple[int, int, int]":
-        return self._service.rank, self._service.ranks, self._service.num_workers
+        service, by_hand = self._service, any(isinstance(node, FullSync) for node, _ in named_nodes(self._graph))
+        return *(rank_and_ranks() if by_hand else (service.rank, service.ranks)), service.num_workers
 
     def _identity(self) -> "dict[str, str]":
         self.look()

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from tokenpipe.datapipes import FullSync, IndexedDataPipe, TokenReader, Topology, rank_group
+from tokenpipe.datapipes._torch import IterDataPipe
 from tokenpipe.reading_services import (
     DataLoader2,
     DistributedReadingService,
@@ -207,6 +209,74 @@ def streams(folder: Path, rank: int, world: int) -> Any:
     with DataLoader2(after, reading_service=DistributedReadingService()) as loader:
         loader.seed(3)
         found["shuffled after sharding"] = [number // world for number in loader]
+    with DataLoader2(words(), reading_service=DistributedReadingService()) as loader:
+        next(iter(loader))
+        (folder / f"stream-{rank}-of-{world}.json").write_text(json.dumps(loader.state_dict()))
+    return found
+
+
+def words(shuffled: bool = True) -> IterDataPipe:
+    """23 words, which no number of ranks shares out evenly; unshuffled, all nodes know their place."""
+    numbers = IterableWrapper(list(range(23)))
+    return (numbers.shuffle(buffer_size=23) if shuffled else numbers).sharding_filter().map(str)
+
+
+STREAMS: "dict[str, tuple[Callable[[], IterDataPipe], Callable[[], ReadingServiceInterface]]]" = {
+    "alone": (lambda: words(False), DistributedReadingService),
+    "alone, replayed": (words, DistributedReadingService),
+    "read ahead": (
+        words,
+        lambda: SequentialReadingService(DistributedReadingService(), InProcessReadingService(prefetch_cnt=2)),
+    ),
+    "a user's": (words, lambda: SequentialReadingService(DistributedReadingService(), Tail())),
+    "by hand": (lambda: words(False).fullsync(timeout=60), InProcessReadingService),
+}
+"""name: (a stream, a service to run it)"""
+
+
+def resuming(folder: Path, rank: int, world: int) -> Any:
+    """Streams that are saved and go on: {name: [what comes after each place, what ought to]}, and what is refused."""
+    found: dict[str, Any] = {}
+    for name, (stream, service) in STREAMS.items():
+        with DataLoader2(stream(), reading_service=service()) as loader:
+            loader.seed(5 + rank)
+            states, first, items = [], [], iter(loader)
+            for word in itertools.chain([None], items):
+                first += [word][word is None :]
+                states.append(json.dumps(loader.state_dict()))
+            states.append(json.dumps(loader.state_dict()))
+            second, third = list(loader), list(loader)
+            seen = [
+                [json.loads(state)[key] for key in ("rank", "ranks", "service")] for state in (states[0], states[-1])
+            ]
+            again = []
+            for at in (len(first), 3):  # in the loader that has iterated, and in another one
+                loader.load_state_dict(states[at])
+                again.append([list(loader), list(loader)])
+        for state in (states[0], states[4], states[-1]):
+            with DataLoader2.from_state(state, stream(), service()) as other:
+                before = json.dumps(other.state_dict()) == state
+                again.append([list(other), list(other), before])
+        ought = [[[], second], [first[3:], second], [first, second, True], [first[4:], second, True]]
+        found[name] = [len(first), seen, again, [*ought, [second, third, True]]]
+
+    def refused(name: str, load: Any) -> None:
+        with DataLoader2(words(), reading_service=DistributedReadingService(timeout=60)) as loader:
+            found[name] = caught(lambda: (load(loader), iter(loader)))
+
+    def swapped(loader: DataLoader2) -> None:
+        states: list[Any] = [None] * world
+        dist.all_gather_object(states, loader.state_dict())
+        loader.load_state_dict(states[1 - rank])
+
+    with DataLoader2(words(), reading_service=DistributedReadingService()) as loader:
+        items = iter(loader)
+        places = [json.dumps(loader.state_dict()) for _ in itertools.islice(items, 3)]
+    refused("another rank's", swapped)
+    refused("of four", lambda loader: loader.load_state_dict((folder / f"stream-{rank}-of-4.json").read_text()))
+    refused("three and two", lambda loader: loader.load_state_dict(places[2 - rank]))
+    refused("one begins", lambda loader: loader.load_state_dict(places[2]) if rank else None)
+    refused("none", lambda loader: loader.load_state_dict(places[0]))
     return found
 
 
@@ -251,7 +321,8 @@ def gone(folder: Path, rank: int, world: int) -> Any:
         next(items)
         if rank == 1:
             os.kill(os.getpid(), 9)
-        return caught(lambda: next(items))
+        error = caught(lambda: next(items))  # it has taken an item, and not delivered it
+        return [*error, loader.state_dict()["service"]]
 
 
 def training(folder: Path, rank: int, world: int) -> Any:

@@ -18,7 +18,14 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 import ranks
 from tokenpipe.datapipes.errors import ArgumentTypeError, ConfigurationError, LoaderError, StateError
 from tokenpipe.datapipes.rank_group import ranks_text
-from tokenpipe.reading_services import DataLoader2, DistributedReadingService, SeedGenerator, set_graph_random_seed
+from tokenpipe.reading_services import (
+    DataLoader2,
+    DistributedReadingService,
+    InProcessReadingService,
+    SeedGenerator,
+    SequentialReadingService,
+    set_graph_random_seed,
+)
 
 SCRIPT = Path(__file__).parent / "ranks.py"
 ENVIRONMENT = {
@@ -87,7 +94,7 @@ def two(four) -> Path:
     with log.open("w") as out:
         processes = [
             subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(four), "resumed", "workers", "gone"],
+                [sys.executable, str(SCRIPT), str(four), "resumed", "workers", "resuming", "gone"],
                 env={**ENVIRONMENT, "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"},
                 stdout=out,
                 stderr=out,
@@ -206,6 +213,35 @@ def test_a_sharding_filter_knows_which_rank_of_how_many_it_is(four):
     assert found == [[4, 0], [4, 1], [4, 2], [4, 3]]
 
 
+@pytest.mark.parametrize("name", ranks.STREAMS)
+def test_a_stream_goes_on_at_each_ranks_own_place(two, name):
+    for rank, result in enumerate(results(two, "resuming", 2)):
+        delivered, (begun, ended), again, ought = result[name]
+        assert begun[:2] == ended[:2] == [rank, 2]
+        assert begun[2] is not None
+        assert ended[2] is None  # also on rank 0, which had a twelfth item
+        assert again == ought
+        assert delivered == (23 if name == "by hand" else 11)
+
+
+def test_ranks_refuse_places_of_other_ranks_and_places_that_are_not_one(two):
+    for rank, found in enumerate(results(two, "resuming", 2)):
+        kind, text = found["another rank's"]
+        assert kind == "StateMismatchError"
+        assert f"rank: saved {1 - rank}, here {rank}" in text
+        kind, text = found["of four"]
+        assert kind == "StateMismatchError"
+        assert "ranks: saved 4, here 2" in text
+        kind, text = found["three and two"]
+        assert kind == "StateMismatchError"
+        assert text.splitlines()[1:] == ["  saved.items: 3 on rank 0, 2 on rank 1"]
+        kind, text = found["one begins"]
+        assert kind == "StateMismatchError"
+        assert "from a state: false on rank 0, true on rank 1" in text
+        assert "saved.items: 0 on rank 0, 3 on rank 1" in text
+        assert found["none"] == ["nothing", ""]
+
+
 def test_signal_handlers_run_while_a_rank_waits_for_others(four):
     assert results(four, "signalled", 4) == [["nothing", ""]] * 4
 
@@ -223,10 +259,11 @@ def test_ranks_that_do_not_answer_in_time_are_named(four):
 
 
 def test_a_rank_that_was_killed_is_named_at_once_and_not_after_the_timeout(two):
-    kind, text = json.loads((two / "gone-0.json").read_text())
+    kind, text, place = json.loads((two / "gone-0.json").read_text())
     assert kind == "RankError"
     assert text.startswith("rank 1 of 2 did not answer")
     assert not (two / "gone-1.json").exists()
+    assert place["items"] == place["place"]["shards"][0]["items"] == 1  # the second was taken, and is still to come
 
 
 # A rank dies, and fewer go on ----------------------------------------------------------------------------
@@ -309,6 +346,20 @@ def test_without_a_process_group_the_error_says_what_would_do(folder):
             iter(loader)
     with pytest.raises(LoaderError, match="init_process_group"):
         next(iter(IterableWrapper(range(3)).fullsync()))
+
+
+def test_without_a_process_group_a_stream_has_no_state_as_its_rank_is_not_known():
+    stream = IterableWrapper(range(3))
+    for graph, service in (
+        (stream, DistributedReadingService()),
+        (stream, SequentialReadingService(DistributedReadingService(), InProcessReadingService())),
+        (stream.fullsync(), InProcessReadingService()),
+    ):
+        loader = DataLoader2(graph, reading_service=service)
+        state = DataLoader2(stream).state_dict()
+        for call in (loader.state_dict, lambda loader=loader, state=state: loader.load_state_dict(state)):
+            with pytest.raises(LoaderError, match="init_process_group"):
+                call()
 
 
 def test_fullsync_stands_over_streams_only(folder):

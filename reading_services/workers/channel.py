@@ -118,8 +118,8 @@ class Channel:
             data, ancillary, _, _ = self._socket.recvmsg(_LONGEST * 2, _DESCRIPTORS, flags)
         except (BlockingIOError, InterruptedError):
             return None
-        except ConnectionResetError as error:
-            raise EOFError from error
+        except ConnectionResetError:  # it left messages of ours unread; said once, and then comes what it had sent
+            return self.receive(wait)
         if not data:
             raise EOFError
         descriptors = array.array("i")
@@ -148,7 +148,7 @@ class Channel:
             item = Packed(b"", [*item.places, (place, len(item.pickled))], parts, place + len(item.pickled))
         if item.parts:
             slot, is_new, dropped = self._slot(item.size)
-            view = memoryview(self._mine[slot].bytes())
+            view = self._mine[slot].bytes().data
             for place, part in item.parts:
                 view[place : place + part.nbytes] = part
             size = len(view)

@@ -87,6 +87,8 @@ class NumberedItems:
         first: int = 0,
     ) -> None:
         self._pool, self._graph, self._ahead, self._most, self._pinned = pool, graph, ahead, most, pinned
+        if pool.forked and isinstance(graph, IndexedDataPipe):
+            load_kernels()  # which its workers then have
         self._work = NumberedWork(to_bytes(graph, forked=pool.forked, worker_init_fn=init_fn), len(pool))
         self._next = self._dealt = first
         self._end = end_of(graph)

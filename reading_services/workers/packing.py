@@ -8,7 +8,7 @@ import copyreg
 import io
 import pickle
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +42,7 @@ def _reduced(tensor: torch.Tensor) -> Any:
         tensor = tensor.contiguous()
         stride, extent = tensor.stride(), count
     flat = tensor.as_strided((extent,), (1,)).view(torch.uint8)  # NumPy does not know all of torch's dtypes
-    return _tensor, (pickle.PickleBuffer(flat.numpy()), _NAMES[tensor.dtype], shape, stride)
+    return _tensor, (pickle.PickleBuffer(flat.numpy().data), _NAMES[tensor.dtype], shape, stride)
 
 
 def _tensor(buffer: Any, dtype: str, shape: "tuple[int, ...]", stride: "tuple[int, ...]") -> torch.Tensor:
@@ -53,7 +53,7 @@ def _tensor(buffer: Any, dtype: str, shape: "tuple[int, ...]", stride: "tuple[in
     return torch.frombuffer(buffer, dtype=_DTYPES[dtype]).as_strided(shape, stride)
 
 
-_DISPATCH = ChainMap({torch.Tensor: _reduced}, copyreg.dispatch_table)
+_DISPATCH: "ChainMap[type, Callable[[Any], Any]]" = ChainMap({torch.Tensor: _reduced}, copyreg.dispatch_table)
 
 
 class Packed(NamedTuple):

@@ -26,12 +26,13 @@ from .worker import BEGIN, BEGINNING, BEGUN, DEAL, END, ERROR, ITEMS, run
 
 __all__ = ["Pool", "Turn", "tasks_for"]
 
+NOTHING = pickle.dumps(None)
 TASK_SECONDS = 1e-3
 MOST_TASKS = 5  # of a worker: with two messages more, a socket takes them while nobody reads
 MOST_DEATHS = 3  # of workers that were making the same item
 MOST_STALLS = 2
 MOST_FAILED_STARTS = 3  # in a row, of workers that exit by themselves before they have begun
-MOST_KILLED_STARTS = 50  # in a row, of those that are killed before: nobody's fault, unless it never ends
+MOST_KILLED_STARTS, KILLING_ENDS = 50, 60.0  # in a row, and s: of those that are killed before, unless it ends
 PATIENCE = 1.0  # s that workers have to end by themselves
 START_TIMEOUT = 300.0  # s, for imports and `worker_init_fn`, also where items have less
 
@@ -82,6 +83,7 @@ class _Seat:
         self.begun = False  # this turn's work
         self.tasks: deque[list[int]] = deque()  # [next, stop] of what was dealt and has not come
         self.since = 0.0  # when it last told something, or was given something to do
+        self.looked_at = 0.0  # when it was found to be slow, and left at it
 
 
 def tasks_for(seat: _Seat, pace: float, start: int, stop: int, most: int) -> "list[tuple[int, int]]":
@@ -137,7 +139,7 @@ class Pool:
         self._number = 0  # of the turn
         self._deaths: Counter[str] = Counter()
         self._stalls: Counter[str] = Counter()
-        self._failed_starts = 0
+        self._failed_starts, self._failing_since = 0, 0.0
         self._pid = os.getpid()
         self._open = True
         _live += len(self._all)
@@ -174,7 +176,7 @@ class Pool:
             busy = any(seat.tasks for seat in self.seats)
             self._forget()
             for seat in self._all if busy or self._dispatcher else []:
-                self._send(seat, BEGIN, self._number, pickle.dumps(None))
+                self._send(seat, BEGIN, self._number, NOTHING)
 
     def _forget(self) -> None:
         self._turn = None
@@ -190,9 +192,8 @@ class Pool:
         if not seat.tasks and seat.begun:
             seat.since = monotonic()
         seat.tasks += [[start, stop] for start, stop in tasks]
-        suspect = [
-            bool(self._deaths) and turn is not None and turn.place(worker, start) in self._deaths for start, _ in tasks
-        ]
+        suspects = self._deaths.keys() | self._stalls.keys()
+        suspect = [bool(suspects) and turn is not None and turn.place(worker, start) in suspects for start, _ in tasks]
         told = [(start, stop, noted) for (start, stop), noted in zip(tasks, suspect, strict=True)]
         self._send(seat, DEAL, self._number, told)
 
@@ -217,9 +218,9 @@ class Pool:
             return None
         if seat is self._dispatcher:
             return None
-        if not seat.begun:
-            return seat.since + max(START_TIMEOUT, self._stall_timeout)
-        return seat.since + self._stall_timeout if seat.tasks else None
+        if seat.begun and not seat.tasks:
+            return None
+        return max(seat.since, seat.looked_at) + self._stall_timeout
 
     # Messages ---------------------------------------------------------------------------------------------
 
@@ -238,22 +239,22 @@ class Pool:
     def _take(self, seat: _Seat, process: Process, message: "tuple[Any, ...]") -> None:
         kind, number_of_turn = message[:2]
         seat.since = monotonic()
-        current = self._turn is not None and number_of_turn == self._number
+        turn = self._turn if number_of_turn == self._number else None
         if kind == ITEMS:
             number, items, descriptors = message[2:]
             for seconds, snapshot, about in items:
                 item = process.channel.arrived(about, descriptors)
-                if current:
-                    self._turn.arrived(seat.number, number, (process.channel, item), seconds, snapshot)
+                if turn is not None:
+                    turn.arrived(seat.number, number, (process.channel, item), seconds, snapshot)
                 else:
                     process.channel.drop(item)
                 number += 1
-            if current:
+            if turn is not None:
                 task = seat.tasks[0]
                 task[0] = number
                 if task[0] == task[1]:
                     seat.tasks.popleft()
-        elif not current:
+        elif turn is None:
             return
         elif kind == BEGINNING:
             pass
@@ -261,16 +262,16 @@ class Pool:
             seat.begun, self._failed_starts = True, 0
         elif kind == END:
             seat.tasks.clear()
-            self._turn.ended(seat.number, message[2])
+            turn.ended(seat.number, message[2])
         else:
             assert kind == ERROR
             number, error = message[2:4]
             if number < 0:  # the graph cannot be begun: there is nothing to go on with
                 raise error.error()
             _, stop = seat.tasks.popleft()
-            self._turn.failed(seat.number, number, error)
+            turn.failed(seat.number, number, error)
             if number + 1 < stop:
-                self._turn.lost(seat.number, [(number + 1, stop)])
+                turn.lost(seat.number, [(number + 1, stop)])
 
     def _send(self, seat: _Seat, *message: Any) -> None:
         if seat.process is not None:
@@ -325,13 +326,7 @@ class Pool:
         how, by_signal = seat.process.death()
         number = seat.process.computing if seat.begun else -1
         if not seat.begun and self._turn is not None:
-            self._failed_starts += 1
-            if self._failed_starts >= (MOST_KILLED_STARTS if by_signal else MOST_FAILED_STARTS):
-                self._unseat(seat)
-                raise WorkerDiedError(
-                    f"{self._failed_starts} workers in a row ended before they had begun; the last one {how}. A script "
-                    'that starts workers needs `if __name__ == "__main__":` around what it does'
-                )
+            self._check_starts(seat, how, by_signal)
         error = None
         if number >= 0 and self._turn is not None:
             place = self._place(seat, number)
@@ -344,6 +339,23 @@ class Pool:
                 if seat is dispatcher:
                     raise error
         self._replace(seat, number, error)
+
+    def _check_starts(self, seat: _Seat, how: str, by_signal: bool) -> None:
+        """Raises WorkerDiedError where workers end before they have begun, and will go on to."""
+        self._failed_starts += 1
+        if self._failed_starts == 1:
+            self._failing_since = monotonic()
+        if by_signal:
+            enough = self._failed_starts >= MOST_KILLED_STARTS and monotonic() > self._failing_since + KILLING_ENDS
+            hint = ". Something kills them: memory that runs out would be one cause"
+        else:
+            enough = self._failed_starts >= MOST_FAILED_STARTS
+            hint = '. A script that starts workers needs `if __name__ == "__main__":` around what it does'
+        if enough:
+            self._unseat(seat)
+            raise WorkerDiedError(
+                f"{self._failed_starts} workers in a row ended before they had begun; the last one {how}{hint}"
+            )
 
     def _place(self, seat: _Seat, number: int) -> str:
         assert self._turn is not None
@@ -358,17 +370,20 @@ class Pool:
             if end is None or now < end:
                 continue
             assert seat.process is not None
-            asked = seat.since
-            state = seat.process.state()
+            asked, state = seat.since, seat.process.state()
+            if not seat.begun and "stopped" not in state and now < asked + START_TIMEOUT:
+                seat.looked_at = now  # imports, or a function of the user's, take what they take
+                continue
             node, stack = seat.process.where()
             self._read(seat)
             if seat.since != asked or not seat.watched:  # it has gone on, or ended
                 continue
             number = seat.process.computing if seat.begun else -1
-            error = None
-            place = "the graph's beginning" if not seat.begun or self._turn is None else ""
+            place, error = "", None
             if number >= 0 and self._turn is not None:
                 place = self._turn.place(seat.number, number)
+            elif not seat.begun and "stopped" not in state:
+                place = "the beginning"
             self._stalls[place] += 1
             if place and self._stalls[place] >= MOST_STALLS:
                 error = WorkerStalledError(
@@ -377,10 +392,17 @@ class Pool:
                     + (f", node {node}" if node else "")
                     + (f"; the process was {state}" if state else "")
                     + (f". It was here:\n{stack}" if stack else "; it did not answer where it was")
+                    + self._told_by_dispatcher()
                 )
                 if number < 0:
                     raise error
             self._replace(seat, number, error)
+
+    def _told_by_dispatcher(self) -> str:
+        if self._dispatcher is None or self._dispatcher.process is None:
+            return ""
+        node, stack = self._dispatcher.process.where()
+        return f"\nThe dispatching process was in node {node or '?'}:\n{stack}"
 
     def _replace(self, seat: _Seat, number: int, error: "Exception | None") -> None:
         """Another worker for the seat. What the old one had is dealt again, the item that it made one by one."""

@@ -8,6 +8,7 @@ the worker is doing and even while it is stopped.
 
 import contextlib
 import errno
+import faulthandler
 import mmap
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import reduction, resource_tracker
@@ -37,6 +39,7 @@ IGNORED = tuple(
 """What a scheduler or a terminal sends to a whole group: the main process decides, workers end with their lines."""
 
 _F_SETSIG = 10  # fcntl.h on Linux; Python's fcntl has no name for it before 3.13
+_TELL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7  # to a worker: write down where you are
 _NUMBER = struct.Struct("=q")
 _NAME = 256  # bytes of a node's name in the page
 
@@ -103,13 +106,13 @@ class Process:
         main, child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         side, child_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         child_life, life = os.pipe()
-        page = shared_memory(mmap.PAGESIZE)
+        page, self._stack = shared_memory(mmap.PAGESIZE), shared_memory(0)
         self.channel, self._side, self._life = Channel(main, patient=False), side, life
         self._page = mmap.mmap(page, mmap.PAGESIZE)
         self.computing = -1
         self._descriptor = -1
         _OURS.add(self)
-        lines = (child.fileno(), child_side.fileno(), child_life, page, *(end.fileno() for end in ends))
+        lines = (child.fileno(), child_side.fileno(), child_life, page, self._stack, *(end.fileno() for end in ends))
         passed = [_Passed(line) for line in lines]
         try:
             self._process = context.Process(  # type: ignore[attr-defined]
@@ -160,7 +163,11 @@ class Process:
         return self._process.is_alive()
 
     def where(self, timeout: float = 1.0) -> "tuple[str, str]":
-        """What a stuck worker is doing: (the node, the stack as text), each empty where it does not answer."""
+        """What a stuck worker is doing: (the node, the stack as text), each empty where nothing can be said.
+
+        Where its Python cannot run, as code that holds the GIL does not return, the stack is written by a handler
+        that needs none, and the node is the one that was noted last.
+        """
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGCONT)  # one that was stopped can tell too
         try:
@@ -168,8 +175,17 @@ class Process:
             self._side.send(b"where")
             node, _, stack = self._side.recv(1 << 16).decode(errors="replace").partition("\n")
         except OSError:
-            return "", ""
+            return self.node, self._dumped()
         return node, stack
+
+    def _dumped(self) -> str:
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, _TELL)
+        for _ in range(20):
+            time.sleep(0.01)
+            if text := os.pread(self._stack, 1 << 15, 0):
+                return text.decode(errors="replace")
+        return ""
 
     def state(self) -> str:
         """What the kernel says of the process: "stopped", "waiting for a disk", …; empty where it says nothing."""
@@ -205,11 +221,11 @@ class Process:
     def _close_lines(self) -> None:
         self.channel.close()
         self._side.close()
-        for descriptor in (self._life, self._descriptor):
+        for descriptor in (self._life, self._descriptor, self._stack):
             if descriptor >= 0:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
-        self._life = self._descriptor = -1
+        self._life = self._descriptor = self._stack = -1
 
     def forget(self) -> None:
         """In a child of the main process: this worker is none of its business."""
@@ -292,7 +308,9 @@ def _begin(run: "Callable[..., None]", passed: "list[_Passed]", *arguments: Any)
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    channel, side, life, page, *ends = (each.number for each in passed)
+    channel, side, life, page, stack, *ends = (each.number for each in passed)
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(_TELL, file=stack, all_threads=False)
     _end_with(life)
     torch.set_num_threads(1)
     lines = Lines(Channel(socket.socket(fileno=channel)), socket.socket(fileno=side), mmap.mmap(page, mmap.PAGESIZE))

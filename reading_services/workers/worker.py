@@ -51,7 +51,8 @@ class Work(Protocol):
 def run(lines: Lines, worker: int) -> None:
     """Serves the main process until it is gone."""
     channel = lines.channel
-    turn, work = -1, None
+    turn = -1
+    work: Work | None = None
     tasks: deque[tuple[int, int, bool]] = deque()
     process = f"in worker process {worker}"
     while True:
@@ -67,7 +68,7 @@ def run(lines: Lines, worker: int) -> None:
             message = channel.receive(wait=False)
         if work is None:
             tasks.clear()
-        if tasks:
+        elif tasks:
             start, stop, suspect = tasks.popleft()
             with _noted(lines) if suspect else contextlib.nullcontext():
                 _make(lines, turn, work, start, stop, process)
@@ -100,7 +101,8 @@ def _begun(lines: Lines, turn: int, work: bytes, worker: int, process: str) -> "
 
 def _make(lines: Lines, turn: int, work: Work, start: int, stop: int, process: str) -> None:
     """Makes items and sends them, quick ones together: a message wakes up the main process, which costs as much."""
-    channel, number, made = lines.channel, start, []
+    channel, number = lines.channel, start
+    made: list[tuple[float, bytes | None, tuple[Any, ...]]] = []
     first = began = perf_counter()
 
     def send() -> None:
