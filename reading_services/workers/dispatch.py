@@ -4,10 +4,12 @@
   dispatcher ─┤
               └─ channel ─▶ worker 1: Dispatched ─▶ the rest of the graph ─▶ main
 
-A worker says how many items it wants; no more are sent, so a slow one holds up the others (the order is strict), and
-nobody's messages pile up. Where one of these processes dies all of them begin again, and what was there is left out.
+A worker says how many items it wants, and no more are sent, so nobody's messages pile up. As long as one wants some,
+the graph goes on; what falls to another in the meantime waits here, for the workers' own graphs may take unequally
+many, and main takes from them in strict turn. Where one of these processes dies all of them begin again, and what was
+there is left out.
 
-Messages to the dispatcher: (BEGIN, turn, work) from main; (WANT, turn, count) from a worker.
+Messages to the dispatcher: (BEGIN, turn, work) from main; (WANT, turn, count) from a worker, −1: none, ever.
 Messages to a worker:       (ITEM, turn, item), (END, turn), (ERROR, turn, RaisedError).
 """
 
@@ -15,6 +17,7 @@ import contextlib
 import pickle
 import random
 import select
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,10 +110,12 @@ class Dispatched(IterDataPipe):
                 raise rest[0].error()
 
 
-def attach(graph: DataPipe, lines: Lines) -> None:
-    """Gives a worker's graph what comes from the dispatching process."""
+def attach(lines: Lines, through: bool) -> None:
+    """Gives a worker's graph what comes from the dispatching process, unless the worker is through."""
     if lines.passed:
         Dispatched.channel, Dispatched.turn = lines.passed[0], lines.turn
+        if through:
+            Dispatched.channel.send(WANT, lines.turn, -1)
 
 
 # In the dispatching process ---------------------------------------------------------------------------------
@@ -147,6 +152,7 @@ class _Dispatcher:
         self._turn, self._work = -1, None
         self._wanted = [0] * len(workers)
         self._asked = [False] * len(workers)  # who has begun this turn, and waits for its end
+        self._waiting: list[deque[Any]] = [deque() for _ in workers]
         self._poll = select.poll()
         for channel in (self._main, *workers):
             self._poll.register(channel.fileno(), select.POLLIN)
@@ -167,12 +173,12 @@ class _Dispatcher:
         try:
             for number, item in enumerate(items_of(work.begin(self._lines))):
                 worker = number % len(self._workers)
+                if self._wanted[worker] >= 0:
+                    self._waiting[worker].append(item)
+                    self._serve(worker)
                 self._lines.computing(-1)
-                while not self._wanted[worker]:
+                while not any(w > 0 for w in self._wanted):
                     self._wait()
-                channel = self._workers[worker]
-                self._to(worker, ITEM, self._turn, channel.put(packed(item)))
-                self._wanted[worker] -= 1
                 self._lines.computing(number + 1)
         except (_NewTurn, EOFError):
             raise
@@ -182,14 +188,20 @@ class _Dispatcher:
             last: tuple[Any, ...] = (ERROR, self._turn, RaisedError.of(error, where))
         else:
             last = (END, self._turn)
-        told: set[int] = set()
+        self._lines.computing(-1)
         while True:
-            for worker in range(len(self._workers)):
-                if self._asked[worker] and worker not in told:
-                    told.add(worker)
+            for worker, waiting in enumerate(self._waiting):
+                if self._asked[worker] and not waiting:
                     self._asked[worker] = False
                     self._to(worker, *last)
             self._wait()
+
+    def _serve(self, worker: int) -> None:
+        """Sends a worker what waits for it, as far as it wants it."""
+        channel, waiting = self._workers[worker], self._waiting[worker]
+        while waiting and self._wanted[worker] > 0:
+            self._wanted[worker] -= 1
+            self._to(worker, ITEM, self._turn, channel.put(packed(waiting.popleft())))
 
     def _wait(self) -> None:
         """Until somebody has said something. Raises _NewTurn, EOFError."""
@@ -203,6 +215,7 @@ class _Dispatcher:
                 self._turn, self._work = message[1], pickle.loads(message[2])
                 self._wanted = [0] * len(self._workers)
                 self._asked = [False] * len(self._workers)
+                self._waiting = [deque() for _ in self._workers]
                 raise _NewTurn
             worker = next(w for w, c in enumerate(self._workers) if c.fileno() == descriptor)
             try:
@@ -212,9 +225,12 @@ class _Dispatcher:
                 continue
             assert message is not None
             _, turn, count, _ = message
-            if turn == self._turn:
+            if turn == self._turn and count < 0:
+                self._wanted[worker] = -1
+            elif turn == self._turn:
                 self._wanted[worker] += count
                 self._asked[worker] = True
+                self._serve(worker)
 
     def _to(self, worker: int, *message: Any) -> None:
         with contextlib.suppress(EOFError):

@@ -65,7 +65,7 @@ class StreamedWork:
         set_graph_random_seed(graph, seeds)
         if _Graph.reset_fn is not None:
             graph = _Graph.graph = _Graph.reset_fn(graph, info, seeds)
-        attach(graph, lines)
+        attach(lines, self._place["ended"])
         shard = StreamShard(graph, self._place)
         shard.catch_up(lines.still_beginning)
         self._items = shard.with_places()
