@@ -336,7 +336,7 @@ def test_an_exception_in_these_is_raised_with_the_worker_and_nothing_waits(what,
 def test_functions_for_workers_that_cannot_be_pickled_are_named_before_any_process_starts(name):
     before = descendants()
     with pytest.raises(TokenpipeError, match=name):
-        take(loader_of(source(3), 2, "spawn", **{name: lambda *given: given[0]}), 1)
+        take(loader_of(source(3), 2, "spawn", **{name: functools.partial(take, threading.Lock())}), 1)
     assert descendants() <= before
 
 

@@ -153,6 +153,7 @@ class _Dispatcher:
         self._wanted = [0] * len(workers)
         self._asked = [False] * len(workers)  # who has begun this turn, and waits for its end
         self._waiting: list[deque[Any]] = [deque() for _ in workers]
+        self._early: list[tuple[int, int, int]] = []  # what workers have said of a turn that is not told here yet
         self._poll = select.poll()
         for channel in (self._main, *workers):
             self._poll.register(channel.fileno(), select.POLLIN)
@@ -216,6 +217,10 @@ class _Dispatcher:
                 self._wanted = [0] * len(self._workers)
                 self._asked = [False] * len(self._workers)
                 self._waiting = [deque() for _ in self._workers]
+                early, self._early = self._early, []
+                for worker, turn, count in early:
+                    if turn == self._turn:
+                        self._want(worker, count)
                 raise _NewTurn
             worker = next(w for w, c in enumerate(self._workers) if c.fileno() == descriptor)
             try:
@@ -225,12 +230,20 @@ class _Dispatcher:
                 continue
             assert message is not None
             _, turn, count, _ = message
-            if turn == self._turn and count < 0:
-                self._wanted[worker] = -1
-            elif turn == self._turn:
-                self._wanted[worker] += count
-                self._asked[worker] = True
-                self._serve(worker)
+            if turn == self._turn:
+                self._want(worker, count)
+            elif turn > self._turn:
+                self._early.append((worker, turn, count))
+            elif count == WANTED:  # it has only now begun a turn that is over
+                self._to(worker, END, turn)
+
+    def _want(self, worker: int, count: int) -> None:
+        if count < 0:
+            self._wanted[worker] = -1
+        else:
+            self._wanted[worker] += count
+            self._asked[worker] = True
+            self._serve(worker)
 
     def _to(self, worker: int, *message: Any) -> None:
         with contextlib.suppress(EOFError):

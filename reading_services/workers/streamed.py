@@ -201,8 +201,10 @@ class StreamedItems:
         shard.waiting.append((item, snapshot))
 
     def ended(self, worker: int, number: int) -> None:
-        self._shards[worker].closed = True
-        self._shards[worker].waiting.append((None, None))
+        shard = self._shards[worker]
+        if not shard.closed:  # each of its tasks ends so
+            shard.closed = True
+            shard.waiting.append((None, None))
 
     def failed(self, worker: int, number: int, error: Any) -> None:
         shard = self._shards[worker]
