@@ -88,7 +88,7 @@ def with_a_child_of_its_own(folder: str, method: str, how: str) -> None:
 
 def many_mains(folder: str, method: str, kills: str, seed: str, report: str) -> None:
     """Forks a main so many times, kills it at a moment of its own, and writes down who lives two seconds later."""
-    from processes import MARK, in_shm, left_in_shm, marked, wait_for
+    from processes import MARK, children, in_shm, left_in_shm, marked, wait_for
 
     mark, me = os.environ[MARK], os.getpid()
     draw = random.Random(int(seed))
@@ -110,6 +110,7 @@ def many_mains(folder: str, method: str, kills: str, seed: str, report: str) -> 
         if k % 3:  # in the middle of its work; else while it starts
             os.read(read, 1)
         time.sleep(draw.random() * (0.15 if k % 3 else 0.5 if method == "fork" else 3))
+        servers = children(pid) if method == "forkserver" else set()
         os.kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
         os.close(read)
@@ -118,8 +119,10 @@ def many_mains(folder: str, method: str, kills: str, seed: str, report: str) -> 
             return {other: line for other, line in marked(mark).items() if other != me}
 
         wait_for(lambda: not others(), 2)
+        lives = {other: line for other, line in others().items() if other not in servers}
+        wait_for(lambda: not others(), 30)  # a fork server that is still importing does not hear of anything
         wait_for(lambda before=before: not left_in_shm(before), 2)
-        found.append([status, others(), sorted(left_in_shm(before))])
+        found.append([status, lives | others(), sorted(left_in_shm(before))])
         for other in others():
             os.kill(other, signal.SIGKILL)
     Path(report).write_text(json.dumps(found))
@@ -137,7 +140,8 @@ def saves_on_a_signal(folder: str, method: str, state: str, source: str = "index
     if source == "stream":
         graph = IterableWrapper(range(10**5)).shuffle().sharding_filter().map(Nap(0.001))
     loader = loader_of(graph, 2, method)
-    loader.seed(5)
+    if source == "stream":
+        loader.seed(5)
     sha, count = hashlib.sha256(), 0
     for batch in loader:
         count += 1
@@ -166,8 +170,8 @@ def goes_on_after_a_signal(folder: str, method: str, log: str) -> None:
         os.kill(loader.reading_service.worker_pids[0], signal.SIGKILL)
         found += firsts(iterator, 60)
     assert found == expected(len(found)), found
-    loader.shutdown()
     say("went on", len(found), loader.reading_service.replaced)
+    loader.shutdown()
 
 
 def interrupted(folder: str, method: str) -> None:
@@ -200,6 +204,22 @@ def catches_interrupts(folder: str, method: str, times: str) -> None:
     assert state["consumed_samples"] == MICRO * len(found), (state["consumed_samples"], len(found))
     loader.shutdown()
     say("all right", len(found))
+
+
+def stopped_before_it_begins(folder: str, method: str, when: str) -> None:
+    """Its workers are stopped as soon as they are there, or between two iterations."""
+    loader = loader_of(Runs(folder).training, 2, method, stall_timeout=0.5)
+    iterator = iter(loader)
+    if when == "iter":
+        assert firsts(iterator, 3) == expected(3)
+        os.kill(loader.reading_service.worker_pids[0], signal.SIGSTOP)
+        assert firsts(iter(loader), 30) == expected(30, 3)
+    else:
+        for pid in loader.reading_service.worker_pids:
+            os.kill(pid, signal.SIGSTOP)
+        assert firsts(iterator, 30) == expected(30)
+    loader.shutdown()
+    say("all right")
 
 
 # To leave in many ways ----------------------------------------------------------------------------------

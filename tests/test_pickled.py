@@ -18,11 +18,16 @@ from tokenpipe.datapipes._torch import IterDataPipe
 from tokenpipe.datapipes.errors import ArgumentTypeError
 from tokenpipe.reading_services.workers.pickled import from_bytes, to_bytes
 
-HAS_DILL = importlib.util.find_spec("dill") is not None
-without_dill = pytest.mark.skipif(HAS_DILL, reason="with dill functions travel as code")
-with_dill = pytest.mark.skipif(not HAS_DILL, reason="needs dill")
+with_dill = pytest.mark.skipif(importlib.util.find_spec("dill") is None, reason="needs dill")
+NO_DILL = 'import sys; sys.modules["dill"] = None'
+"""What a program says that shall find no dill, installed or not."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:(Lambda|Local) function is not supported")
+
+
+@pytest.fixture
+def without_dill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dill", None)
 
 
 def same(item: Any) -> Any:
@@ -178,7 +183,7 @@ RESOURCES: "dict[str, tuple[Callable[[], Any], str]]" = {
 }
 
 
-@without_dill
+@pytest.mark.usefixtures("without_dill")
 @pytest.mark.parametrize("kind", CULPRITS)
 def test_a_function_or_class_that_cannot_travel_is_named_with_its_place(kind):
     make, where = CULPRITS[kind]
@@ -199,7 +204,7 @@ def test_a_resource_that_cannot_travel_is_named_with_its_place(kind):
     assert "make it where it is first used, such as in __iter__ or in worker_init_fn" in text
 
 
-@without_dill
+@pytest.mark.usefixtures("without_dill")
 def test_a_function_beside_the_graph_is_named():
     graph = IterableWrapper([1]).map(same)
     assert "worker: worker_init_fn is " not in refused(graph, worker_reset_fn=lambda dp: dp)
@@ -244,11 +249,17 @@ def double(item):
     return item * 2
 
 class Mine(IterDataPipe):
-    pass
+    def __init__(self):
+        super().__init__()
+        self.number = 1
+
+    def __iter__(self):
+        yield double(self.number)
 
 def attempt(graph, **options):
     try:
-        print(from_bytes(to_bytes(graph, **options))[0] is not graph)
+        found = from_bytes(to_bytes(graph, **options))[0]
+        print(found is not graph and list(found) == list(graph))
     except TypeError as error:
         print(error)
 
@@ -256,7 +267,7 @@ attempt(IterableWrapper(["__main__"]).map(str))
 attempt(IterableWrapper([1]).map(str).map(double))
 attempt(Mine())
 attempt(IterableWrapper([1]).map(double), forked=True)
-attempt(IterableWrapper([1]).map(double).filter(lambda x: x), forked=True)
+attempt(IterableWrapper([1]).map(double).filter(lambda x: x > 0), forked=True)
 """
 
 
@@ -266,9 +277,8 @@ def output_of(*command: str) -> "list[str]":
     return done.stdout.splitlines()
 
 
-@without_dill
 def test_what_a_notebook_or_a_session_defines_is_refused_and_named():
-    text, function, node, forked, mixed = output_of("-W", "ignore", "-c", SESSION)
+    text, function, node, forked, mixed = output_of("-W", "ignore", "-c", NO_DILL + SESSION)
     assert text == forked == "True"
     assert "node 'filter', attribute filter_fn is <lambda> (" in mixed
     assert "node 'map', attribute fn is double (" in function
@@ -276,6 +286,11 @@ def test_what_a_notebook_or_a_session_defines_is_refused_and_named():
     for refusal in (function, node):
         assert "defined in a notebook or another interactive session" in refusal
         assert 'put it into a module (a .py file), install dill, or use multiprocessing_context="fork"' in refusal
+
+
+@with_dill
+def test_with_dill_what_a_session_defines_travels_as_code():
+    assert output_of("-W", "ignore", "-c", SESSION) == ["True"] * 5
 
 
 SCRIPT = """

@@ -11,6 +11,7 @@ from tokenpipe.reading_services import (
     CheckpointableReadingServiceInterface,
     DataLoader2,
     InProcessReadingService,
+    MultiProcessingReadingService,
     ReadingServiceInterface,
     SequentialReadingService,
 )
@@ -181,3 +182,37 @@ def test_it_takes_services_and_at_least_one():
         SequentialReadingService()
     with pytest.raises(ArgumentTypeError, match="ReadingServiceInterface, got 7"):
         SequentialReadingService(Plain(), 7)
+
+
+def test_ranks_and_workers_are_those_of_the_members():
+    class Ranked(Plain):
+        rank, ranks, num_workers = 2, 4, 3
+
+    for services in ([Ranked()], [Plain(), Ranked()], [Ranked(), InProcessReadingService()]):
+        service = SequentialReadingService(*services)
+        assert (service.rank, service.ranks, service.num_workers) == (2, 4, 3)
+    service = SequentialReadingService(Plain())
+    assert (service.rank, service.ranks, service.num_workers) == (0, 1, 0)
+    state = DataLoader2(IterableWrapper([1]), reading_service=SequentialReadingService(Ranked())).state_dict()
+    assert [state[name] for name in ("rank", "ranks", "workers")] == [2, 4, 3]
+
+
+def test_what_runs_a_graph_comes_after_what_is_done_with_its_items():
+    for service in (InProcessReadingService(), MultiProcessingReadingService(2)):
+        with pytest.raises(ConfigurationError, match=f"Shouting before {type(service).__name__} would do"):
+            SequentialReadingService(service, Shouting())
+
+
+def test_a_loader_that_goes_back_to_a_state_sets_no_member_up_again():
+    numbers = IterableWrapper(range(5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LoaderWarning)
+        service = SequentialReadingService(Doubled(), InProcessReadingService(), Doubled())
+        with DataLoader2(numbers, reading_service=service) as loader:
+            items = iter(loader)
+            first = [next(items), next(items)]
+            state = loader.state_dict()
+            assert [*first, *items] == [0, 4, 8, 12, 16]
+            for _ in range(2):
+                loader.load_state_dict(state)
+                assert list(loader) == [8, 12, 16]

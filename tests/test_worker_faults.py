@@ -83,6 +83,7 @@ class Sender(threading.Thread):
 
     def __init__(self, loader: DataLoader2, seed: int, times: int, number: int, pause: float) -> None:
         super().__init__(daemon=True)
+        self.count = 0  # batches that main has
         self.loader, self.draw, self.times, self.number, self.pause = loader, random.Random(seed), times, number, pause
         self.sent = 0
         self.ended = threading.Event()
@@ -91,6 +92,9 @@ class Sender(threading.Thread):
         sent: set[int] = set()
         while self.sent < self.times and not self.ended.is_set():
             time.sleep(self.draw.random() * self.pause)
+            if self.sent % 2:  # some are hit while they start, not all
+                enough = self.count + self.draw.randrange(1, 40)
+                wait_for(lambda enough=enough: self.count >= enough, 5, 0.001)
             ours = [pid for pid in self.loader.reading_service.worker_pids if pid not in sent and alive(pid)]
             if ours:
                 pid = self.draw.choice(ours)
@@ -113,13 +117,17 @@ def test_kills_at_random_moments_leave_the_stream_as_it_is(runs, method, kills):
         sha, count = hashlib.sha256(), 0
         sender.start()
         draw = random.Random(seed + 1)
-        while not sender.ended.is_set() or count % 100:
-            batch = next(iterator)
-            sha.update(batch["input_ids"].numpy().tobytes() + batch["sample_numbers"].numpy().tobytes())
-            count += 1
-            if draw.random() < 0.02:
-                time.sleep(0.005)  # the workers are idle then
-        sender.join()
+        try:
+            while not sender.ended.is_set() or count % 100:
+                batch = next(iterator)
+                sha.update(batch["input_ids"].numpy().tobytes() + batch["sample_numbers"].numpy().tobytes())
+                count += 1
+                sender.count = count
+                if draw.random() < 0.02:
+                    time.sleep(0.005)  # the workers are idle then
+        finally:
+            sender.ended.set()
+            sender.join()
         assert sender.sent == kills
         assert kills - 2 <= replaced(loader) <= kills
         assert loader.state_dict()["consumed_samples"] == count * MICRO
@@ -315,48 +323,54 @@ def test_what_a_killed_worker_had_made_is_delivered_or_made_again_never_twice(ru
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_stopped_workers_are_replaced_and_the_stream_stays_as_it_is(runs, method):
+def test_stopped_workers_hold_up_nothing_and_the_stream_stays_as_it_is(runs, method):
+    """Each is replaced, or continued where that is all it takes."""
     seed, stops = random.randrange(10**9), scaled(50, 4)
     print("seed", seed)
     draw = random.Random(seed)
-    with loader_of(runs.training.map(Nap(0.001), seeded=False), 2, method, stall_timeout=0.5) as loader:
+    graph = runs.training.map(Nap(0.001), seeded=False).map(faulty.with_pid, seeded=False)
+    with loader_of(graph, 2, method, stall_timeout=0.5) as loader:
         iterator = iter(loader)
-        sha, count = hashlib.sha256(), 0
-        for k in range(stops):
-            stopped = draw.choice(loader.reading_service.worker_pids)
-            os.kill(stopped, signal.SIGSTOP)
-            while replaced(loader) <= k:
-                batch = next(iterator)
-                sha.update(batch["input_ids"].numpy().tobytes() + batch["sample_numbers"].numpy().tobytes())
-                count += 1
-                assert count < 10**5, "the stopped worker was never missed"
-            assert gone([stopped]), "the stopped one is killed"
+        sha, count, at_work = hashlib.sha256(), 0, set()
+
+        def go_on() -> None:
+            nonlocal count
+            batch, pid = next(iterator)
+            at_work.add(pid)
+            sha.update(batch["input_ids"].numpy().tobytes() + batch["sample_numbers"].numpy().tobytes())
+            count += 1
+            assert count < 10**5, "a stopped worker is never missed"
+
+        for _ in range(stops):
             for _ in range(draw.randrange(30)):
-                batch = next(iterator)
-                sha.update(batch["input_ids"].numpy().tobytes() + batch["sample_numbers"].numpy().tobytes())
-                count += 1
-        assert replaced(loader) == stops
+                go_on()
+            while not (ours := at_work & {*loader.reading_service.worker_pids}):
+                go_on()
+            stopped = draw.choice(sorted(ours))
+            os.kill(stopped, signal.SIGSTOP)
+            assert wait_for(lambda pid=stopped: state_of(pid) == "T", 10)
+            while state_of(stopped) == "T":
+                go_on()
     assert sha.hexdigest() == sha_of(itertools.islice(DataLoader2(runs.training), count)), f"seed {seed}"
 
 
-def test_all_workers_stopped_at_once_are_replaced(runs):
+def test_all_workers_stopped_at_once_hold_up_nothing(runs):
     with loader_of(runs.training, 2, stall_timeout=0.5) as loader:
         iterator = iter(loader)
         assert firsts(iterator, 5) == numbers(0, 5)
         for pid in loader.reading_service.worker_pids:
             os.kill(pid, signal.SIGSTOP)
         assert firsts(iterator, 100) == numbers(5, 100)
-        assert replaced(loader) == 2
 
 
 @pytest.mark.parametrize("what", ["nap", "stop", "nap holding the GIL"])
 def test_a_function_that_is_stuck_once_is_not_noticed(runs, what):
     with loader_of(runs.training.map(Act(what, 20, runs.folder), seeded=False), 2, stall_timeout=0.5) as loader:
         assert firsts(loader, 60) == numbers(0, 60)
-        assert replaced(loader) == 1
+        assert replaced(loader) == 1 or what == "stop"  # that may be continued
 
 
-@pytest.mark.parametrize("what", ["nap", "stop", "nap holding the GIL"])
+@pytest.mark.parametrize("what", ["nap", "nap holding the GIL"])
 def test_a_batch_that_stalls_twice_is_an_error_with_batch_node_and_stack(runs, what):
     act = Act(what, 20, runs.folder, times=None)
     before = descendants()
@@ -379,6 +393,13 @@ def test_a_batch_that_stalls_twice_is_an_error_with_batch_node_and_stack(runs, w
     assert act.happened(20) == 2, "one replay"
     assert loader.state_dict()["consumed_samples"] == 20
     assert gone(descendants() - before, 2)
+
+
+@pytest.mark.parametrize("when", ["start", "iter"])
+def test_a_worker_that_is_stopped_before_it_has_begun_is_replaced_too(runs, tmp_path, when):
+    with main("stopped_before_it_begins", tmp_path, "fork", when, cwd=tmp_path) as started:
+        assert started.wait(30) == 0, started.told()
+        started.line("all right")
 
 
 def test_a_limit_is_on_by_default_and_may_be_left_out():
@@ -461,6 +482,7 @@ def test_two_seconds_after_main_was_killed_nothing_of_it_lives_or_lies_around(ru
     with main("many_mains", tmp_path, method, kills, seed, report, cwd=tmp_path) as started:
         assert started.wait(PATIENCE + 15 * kills) == 0, started.told()
         found = json.loads(report.read_text())
+        print(found)
         assert [status for status, _, _ in found] == [signal.SIGKILL] * kills, started.told()
         assert all(not lives for _, lives, _ in found), (seed, found)
         assert all(not left for _, _, left in found), (seed, found)
@@ -478,7 +500,7 @@ def test_a_main_of_its_own_killed_in_the_middle_takes_its_workers_with_it(runs, 
         os.kill(started.pid, signal.SIGKILL)
         started.wait()
         assert not started.left()
-        assert not any(alive(pid) for pid in pids)
+        assert gone(pids, 2)
         assert not left_in_shm(before)
 
 
@@ -492,7 +514,7 @@ def test_workers_that_are_stuck_or_stopped_end_with_main_too(runs, tmp_path, wha
         os.kill(started.pid, signal.SIGKILL)
         started.wait()
         assert not started.left()
-        assert not any(alive(pid) for pid in pids)
+        assert gone(pids, 2)
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
@@ -524,7 +546,7 @@ def test_main_can_save_after_the_schedulers_signal_to_the_group(runs, tmp_path, 
         assert started.wait() == 0, started.told()
         count, sha = started.line("saved").split()
         assert not started.left()
-        assert not any(alive(pid) for pid in pids)
+        assert gone(pids, 2)
         assert not started.err.read_text(), started.told()
     saved = json.loads(state.read_text())
     assert saved["consumed_samples"] == int(count) * MICRO

@@ -5,6 +5,7 @@ classes travel by name, so they must be where a fresh process can import them; w
 those that are not, such as lambdas, travel as code.
 """
 
+import contextlib
 import functools
 import importlib.util
 import io
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from ...datapipes._torch import DataPipe
+from ...datapipes._torch import DataPipe, IterDataPipe
 from ...datapipes.errors import ArgumentTypeError
 from ...datapipes.names import named_nodes
 
@@ -89,7 +90,24 @@ class _ByValue(pickle.Pickler):
             return NotImplemented
         import dill  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-        return pickle.loads, (dill.dumps(value, recurse=True),)
+        with contextlib.ExitStack() as put_back:
+            for kind in value.__mro__ if isinstance(value, type) else ():
+                if issubclass(kind, IterDataPipe) and _refusal(kind, (), self._forked) is not None:
+                    _as_written(kind, put_back)
+            return pickle.loads, (dill.dumps(value, recurse=True),)
+
+
+def _as_written(kind: type, put_back: contextlib.ExitStack) -> None:
+    """Gives dill a node's class as its author wrote it: without what torch's metaclass, which makes it there again,
+    has put around its `__iter__`, and with its own bases, for which dill takes those that its base was written with.
+    """
+    own = vars(kind)
+    if "__orig_bases__" not in own:
+        kind.__orig_bases__ = kind.__bases__  # type: ignore[attr-defined]
+        put_back.callback(delattr, kind, "__orig_bases__")
+    if (written := getattr(own.get("__iter__"), "__wrapped__", None)) is not None:
+        put_back.callback(setattr, kind, "__iter__", own["__iter__"])
+        kind.__iter__ = written  # type: ignore[attr-defined]
 
 
 # Which value it is ------------------------------------------------------------------------------------------
