@@ -151,7 +151,9 @@ def main() -> None:
         options.steps, options.scale = 40, 100
     if options.steps < 1 or not options.scale >= 1:
         parser.error("--steps and --scale must be at least 1")
-    print(f"## Slow storage: a read of {READ * 1000:.0f} ms, one in {SLOW_IN} of {SLOW:.0f} s; steps of {STEP * 1000:.0f} ms\n")
+    print(
+        f"## Slow storage: a read of {READ * 1000:.0f} ms, one in {SLOW_IN} of {SLOW:.0f} s; steps of {STEP * 1000:.0f} ms\n"
+    )
     print(machine("torch", "torchdata", "numpy", "numba"))
     print(f"\n{options.steps:,} steps, {options.scale:g} times as fast as real (the figures are as if it were real):\n")
     with tempfile.TemporaryDirectory() as folder:

@@ -125,7 +125,9 @@ def grain_batches(paths: Sequence[Path]) -> Iterator[Batch]:
     mixed = grain.MapDataset.mix(sources, weights=list(WEIGHTS.values()))
     batches = mixed[TOPOLOGY.dp_rank :: TOPOLOGY.dp_size].batch(B)
     made = batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    return map(shared, iter(made.mp_prefetch(grain.MultiprocessingOptions(num_workers=WORKERS, per_worker_buffer_size=8))))
+    return map(
+        shared, iter(made.mp_prefetch(grain.MultiprocessingOptions(num_workers=WORKERS, per_worker_buffer_size=8)))
+    )
 
 
 @dataclass
@@ -241,7 +243,9 @@ def met(reached: bool) -> str:
     return "yes" if reached else "no"
 
 
-def measure_rates(paths: Sequence[Path], tokens: int, rounds: int, batches: int) -> "tuple[str, list[Contender], Loaders]":
+def measure_rates(
+    paths: Sequence[Path], tokens: int, rounds: int, batches: int
+) -> "tuple[str, list[Contender], Loaders]":
     """The first table, and its contenders, still open."""
     touched = -(-5 * tokens * 2 // FAULT_AROUND // B)  # batches after which (nearly) every map is touched
     total = WORKERS * touched + (rounds + 9) * (batches + UNTIMED) + 10_000

@@ -18,6 +18,7 @@ from ..datapipes.journal import Journal
 from ..datapipes.plan import Plan, plan
 from ..datapipes.plan.counts import SourceCounts
 from .changes import Moment, document_range
+from .interface import ReadingServiceInterface
 from .metrics import Waits, run_metrics
 from .run import IndexedRun
 
@@ -28,6 +29,7 @@ class IndexedLoader(ABC):
     """The part of DataLoader2 that needs an indexed graph; on a stream each of these raises LoaderError."""
 
     datapipe: DataPipe
+    reading_service: ReadingServiceInterface
     _run: "IndexedRun | None"
     _waits: Waits
     _counts: "SourceCounts | None"
@@ -251,9 +253,10 @@ class IndexedLoader(ABC):
 
         consumed_samples, consumed_tokens, step: the run's, over all ranks. share/NAME: of what was consumed so far.
         epoch/NAME: how far the source is, 1.37. phase: how many changes of weights are in force. wait/mean_ms,
-        wait/p99_ms: of the last 1,024 `next()` calls of this rank; wait/total_s: of all. On a stream only the waits.
+        wait/p99_ms: of the last 1,024 `next()` calls of this rank; wait/total_s: of all. workers/running,
+        workers/replaced: of a service that has any. On a stream only the waits and workers.
         """
-        waits = self._waits.metrics()
+        waits = self._waits.metrics() | self.reading_service.metrics()
         if self._run is None:
             return waits
         if self._counts is None or self._counts.graph is not self._run.graph:

@@ -76,6 +76,10 @@ class ReadingServiceInterface(ABC):
         """
         return items_of(datapipe)
 
+    def metrics(self) -> "dict[str, int | float]":
+        """Flat numbers that a logger should have, by names below "data/"."""
+        return {}
+
     def finalize_iteration(self) -> None:
         """Called when an iteration ends, and before `finalize`."""
 

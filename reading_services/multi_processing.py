@@ -93,6 +93,9 @@ class MultiProcessingReadingService(InProcessReadingService):
         """How many workers were replaced so far, because they had ended or were stuck."""
         return self._replaced + (self._pool.replaced if self._pool is not None else 0)
 
+    def metrics(self) -> "dict[str, int | float]":
+        return {"data/workers/running": len(self.worker_pids), "data/workers/replaced": self.replaced}
+
     # What a loader asks ---------------------------------------------------------------------------------------
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:

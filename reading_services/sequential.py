@@ -107,6 +107,9 @@ class SequentialReadingService(CheckpointableReadingServiceInterface):
                 graph = Served(service, graph)
         return items_of(graph)
 
+    def metrics(self) -> "dict[str, int | float]":
+        return {name: value for service in self.reading_services for name, value in service.metrics().items()}
+
     def finalize_iteration(self) -> None:
         with contextlib.ExitStack() as all_of_them:  # last in, first out; all, also where one raises
             for service in self.reading_services:

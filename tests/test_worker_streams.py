@@ -1,11 +1,13 @@
 """Streams over worker processes: sharding, seeds, round robin, ends, dispatching, a place that is saved, and deaths."""
 
+import functools
 import gc
 import itertools
 import json
 import os
 import random
 import signal
+import threading
 import time
 import traceback
 import warnings

@@ -16,7 +16,7 @@ from ..interface import WorkerInfo
 from .channel import Channel, Item
 from .packing import unpacked
 from .pickled import from_bytes, to_bytes
-from .pool import Pool, tasks_for
+from .pool import Pool, paced, tasks_for
 from .process import Lines
 from .raised import RaisedError
 
@@ -144,7 +144,7 @@ class NumberedItems:
         return self._work
 
     def arrived(self, worker: int, number: int, item: "tuple[Channel, Item]", seconds: float, snapshot: Any) -> None:
-        self._pace += (seconds - self._pace) / 8
+        self._pace = paced(self._pace, seconds)
         self._ready[number] = item
 
     def ended(self, worker: int, number: int) -> None:

@@ -13,18 +13,19 @@ import os
 import pickle
 import select
 import socket
+import warnings
 from collections import Counter, deque
 from multiprocessing.context import BaseContext
 from time import monotonic
 from typing import Any, Protocol
 
-from ...datapipes.errors import ConfigurationError, LoaderError, WorkerDiedError, WorkerStalledError
+from ...datapipes.errors import ConfigurationError, LoaderError, LoaderWarning, WorkerDiedError, WorkerStalledError
 from .channel import Channel, Item
 from .dispatch import run_dispatcher
 from .process import Process
 from .worker import BEGIN, BEGINNING, BEGUN, DEAL, END, ERROR, ITEMS, run
 
-__all__ = ["Pool", "Turn", "tasks_for"]
+__all__ = ["Pool", "Turn", "paced", "tasks_for"]
 
 NOTHING = pickle.dumps(None)
 TASK_SECONDS = 1e-3
@@ -86,6 +87,11 @@ class _Seat:
         self.looked_at = 0.0  # when it was found to be slow, and left at it
 
 
+def paced(pace: float, seconds: float) -> float:
+    """What an item takes, in seconds, after one more took so long: down fast, up slowly, past single slow ones."""
+    return pace + (seconds - pace) / 2 if seconds < pace else pace + (min(seconds, 4 * pace) - pace) / 8
+
+
 def tasks_for(seat: _Seat, pace: float, start: int, stop: int, most: int) -> "list[tuple[int, int]]":
     """Stretches of the numbers from `start` to `stop` that a worker should have besides what it has.
 
@@ -94,7 +100,8 @@ def tasks_for(seat: _Seat, pace: float, start: int, stop: int, most: int) -> "li
     while the main process does something else.
     """
     size = max(1, min(most, int(TASK_SECONDS / pace)))
-    has, tasks = sum(task[1] - task[0] for task in seat.tasks), []
+    has = sum(task[1] - task[0] for task in seat.tasks)
+    tasks: list[tuple[int, int]] = []
     while start < stop and len(seat.tasks) + len(tasks) < (MOST_TASKS if has < most else 2):
         end = min(start + size, stop)
         tasks.append((start, end))
@@ -338,7 +345,7 @@ class Pool:
                 )
                 if seat is dispatcher:
                     raise error
-        self._replace(seat, number, error)
+        self._replace(seat, number, error, how)
 
     def _check_starts(self, seat: _Seat, how: str, by_signal: bool) -> None:
         """Raises WorkerDiedError where workers end before they have begun, and will go on to."""
@@ -396,7 +403,7 @@ class Pool:
                 )
                 if number < 0:
                     raise error
-            self._replace(seat, number, error)
+            self._replace(seat, number, error, "was stopped by a signal" if "stopped" in state else "was stuck")
 
     def _told_by_dispatcher(self) -> str:
         if self._dispatcher is None or self._dispatcher.process is None:
@@ -404,9 +411,17 @@ class Pool:
         node, stack = self._dispatcher.process.where()
         return f"\nThe dispatching process was in node {node or '?'}:\n{stack}"
 
-    def _replace(self, seat: _Seat, number: int, error: "Exception | None") -> None:
+    def _replace(self, seat: _Seat, number: int, error: "Exception | None", why: str) -> None:
         """Another worker for the seat. What the old one had is dealt again, the item that it made one by one."""
         self.replaced += 1
+        if self._turn is not None and error is None and self.replaced & (self.replaced - 1) == 0:  # 1, 2, 4, 8, …
+            which = f"worker process {seat.number}" if seat.number >= 0 else "the dispatching process"
+            what = f" while it made {self._place(seat, number)}" if number >= 0 else ""
+            warnings.warn(  # on every rank: each has workers of its own
+                f"{which} {why}{what}; another one has taken its place ({self.replaced} so far)",
+                LoaderWarning,
+                stacklevel=2,
+            )
         together = self._all if self._dispatcher else [seat]
         lost = []
         for other in together:

@@ -22,7 +22,7 @@ from .channel import Channel, Item
 from .dispatch import DispatchWork, attach
 from .packing import unpacked
 from .pickled import from_bytes
-from .pool import Pool, tasks_for
+from .pool import Pool, paced, tasks_for
 from .process import Lines
 from .raised import RaisedError
 
@@ -195,7 +195,7 @@ class StreamedItems:
 
     def arrived(self, worker: int, number: int, item: "tuple[Channel, Item]", seconds: float, snapshot: Any) -> None:
         shard = self._shards[worker]
-        shard.pace += (seconds - shard.pace) / 8
+        shard.pace = paced(shard.pace, seconds)
         shard.received = number + 1
         shard.newest, shard.since = (shard.newest, shard.since + 1) if snapshot is None else (snapshot, 0)
         shard.waiting.append((item, snapshot))
