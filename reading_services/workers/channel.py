@@ -195,23 +195,25 @@ class Channel:
         return Item(pickled, places, slot, size)
 
     def read(self, item: Item) -> "tuple[bytes | memoryview, list[Any]]":
-        """The item's pickle and buffers. They hold its slot until all that was made of them is gone."""
-        if item.slot < 0:
+        """The item's pickle and buffers. They hold its slot until all that was made of them is gone. Once only."""
+        slot, item.slot = item.slot, -1  # given back twice, as by a `drop` too, two items would lie in it
+        if slot < 0:
             return item.pickled, []
-        whole = self._theirs[item.slot].bytes()  # what is made of it refers to this very array
+        whole = self._theirs[slot].bytes()  # what is made of it refers to this very array
         if len(self._lent) < MOST_LENT:
-            self._lent[item.slot] = weakref.ref(whole, Lease(self._lent, self._done, item.slot))
+            self._lent[slot] = weakref.ref(whole, Lease(self._lent, self._done, slot))
             buffers: list[Any] = [whole[place : place + size] for place, size in item.places]
         else:
             copy = whole.copy()
             buffers = [copy[place : place + size] for place, size in item.places]
-            self._done.append(item.slot)
+            self._done.append(slot)
         return item.pickled or memoryview(buffers.pop()), buffers
 
     def drop(self, item: Item) -> None:
-        """Gives up an item that nobody wants."""
-        if item.slot >= 0:
-            self._done.append(item.slot)
+        """Gives up an item that nobody wants, unless it was read."""
+        slot, item.slot = item.slot, -1
+        if slot >= 0:
+            self._done.append(slot)
 
 
 class Lease:
