@@ -142,7 +142,7 @@ def start(way: str, ranks: int, workers: int, batches: int, paths: "list[str]") 
 def one_loader(ways: "list[str]", paths: "list[str]", rounds: int, batches: int) -> str:
     rows = []
     for way in ways:
-        counts = [0] if way == IN_PROCESS else [1, 2, 4]
+        counts = [0] if way == IN_PROCESS else [1, 2, 4] if rounds > 1 else [2, 4]
         found = {count: [start(way, 1, count, batches, paths) for _ in range(rounds)] for count in counts}
         seconds = {n: statistics.median(f.seconds[0] for f in each) for n, each in found.items()}
         memory = {n: statistics.median(f.memory for f in each) for n, each in found.items()}
@@ -159,10 +159,10 @@ def one_loader(ways: "list[str]", paths: "list[str]", rounds: int, batches: int)
 
 
 def host(ways: "list[str]", ranks: int, workers: int, paths: "list[str]", batches: int) -> str:
-    rows, right = [], start(IN_PROCESS, ranks, 0, batches, paths).digests
+    rows, alone = [], start(IN_PROCESS, ranks, 0, batches, paths)
     for way in ways:
-        found = start(way, ranks, workers, batches, paths)
-        if found.digests != right:
+        found = alone if way == IN_PROCESS else start(way, ranks, workers, batches, paths)
+        if found.digests != alone.digests:
             raise SystemExit(f"{way}: other batches than in process")
         times = [f"{statistics.median(found.seconds):.2f}", f"{max(found.seconds):.2f}"]
         rows.append([way, str(found.processes), *times, f"{found.memory:,.0f}", f"{found.memory / ranks:,.0f}"])

@@ -173,6 +173,9 @@ class Loaders:
         def stateful(make: Callable[[int], "dict[str, Any]"]) -> Callable[[int], Iterator[Batch]]:
             return lambda start: iter(StatefulDataLoader(num_workers=WORKERS, **make(start)))
 
+        def by_graph(start: int) -> "dict[str, Any]":
+            return {"dataset": limited, "batch_size": None}
+
         def by_rows(start: int) -> "dict[str, Any]":
             data, sampler = NanosetEquivalent(paths, index, S, keep=True), RankBatches(index, B, start)
             return {"dataset": data, "batch_sampler": sampler, "collate_fn": collate_shared}
@@ -185,7 +188,7 @@ class Loaders:
             Contender("**tokenpipe**", self.ours(WORKERS)),
             Contender("tokenpipe, one worker", self.ours(1)),
             Contender("grain, mp_prefetch", lambda start: grain_batches(paths), 8, target=10, known=False),
-            Contender("StatefulDataLoader(graph)", stateful(lambda start: {"dataset": limited, "batch_size": None}), 32),
+            Contender("StatefulDataLoader(graph)", stateful(by_graph), 32),
             Contender("StatefulDataLoader, batches by hand", stateful(by_hand), 32, target=40),
             Contender("StatefulDataLoader, row by row", stateful(by_rows), 32, target=40),
         ]  # fmt: skip
@@ -288,10 +291,10 @@ def hashed(batch: Batch, blocks: int) -> Batch:
 def blocks_in(seconds: float) -> int:
     """How much `hashed` does in so many seconds of a processor."""
     took = []
-    for _ in range(21):
+    for _ in range(201):
         began = time.perf_counter()
-        hashed({}, 50)
-        took.append((time.perf_counter() - began) / 50)
+        hashed({}, 10)
+        took.append((time.perf_counter() - began) / 10)
     return max(1, round(seconds / statistics.median(took)))
 
 

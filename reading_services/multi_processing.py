@@ -123,7 +123,7 @@ class MultiProcessingReadingService(InProcessReadingService):
         if not self.num_workers:
             return super().iterate(datapipe)
         if isinstance(datapipe, FullSync):  # the ranks' main processes talk with each other, not their workers
-            return datapipe.synced(self.iterate(datapipe.datapipe))
+            return _agreed(datapipe, self.iterate(datapipe.datapipe))
         items = self._streamed(datapipe) if isinstance(datapipe, IterDataPipe) else self._numbered(datapipe)
         self._items = items if isinstance(items, StreamedItems) else Counted(items)
         self._places = [BEGINNING] * self.num_workers
@@ -195,3 +195,13 @@ class MultiProcessingReadingService(InProcessReadingService):
         graph = datapipe if datapipe is self._graph else self.initialize(datapipe)
         self._places, self._items = places, None
         return graph
+
+
+def _agreed(sync: FullSync, items: Any) -> "Iterator[Any]":
+    """The items that all ranks have; one on which they could not agree is not delivered."""
+    try:
+        yield from sync.synced(items)
+    except Exception:
+        if isinstance(items, StreamedItems):
+            items.take_back()
+        raise

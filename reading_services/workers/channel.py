@@ -8,18 +8,20 @@ So nothing lies in /dev/shm or on disk, and nothing is left behind, however the 
 """
 
 import array
+import errno
 import mmap
 import os
 import pickle
 import socket
 import tempfile
+import time
 import weakref
 from typing import Any
 
 from ...datapipes.filemap import SharedMap
 from .packing import Packed
 
-__all__ = ["Channel", "Item", "Lease", "shared_memory"]
+__all__ = ["Channel", "ChannelClosed", "Item", "Lease", "shared_memory"]
 
 MOST_LENT = 64  # slots of one sender that the receiver's arrays may hold; beyond that they are copied
 _LONGEST = 32 << 10  # bytes of a message; what is longer lies in a slot
@@ -43,6 +45,10 @@ def shared_memory(size: int) -> int:
     return memory
 
 
+class ChannelClosed(Exception):
+    """The process at the other end is gone, or has closed its end."""
+
+
 class Item:
     """An item that has arrived, still taken apart: `Channel.open` makes it."""
 
@@ -55,7 +61,7 @@ class Item:
 class Channel:
     """One end. Both ends send and receive, messages and items.
 
-    Raises EOFError where the other end is gone.
+    Raises ChannelClosed where the other end is gone.
 
     Args:
         patient: whether a message waits until the other end has read earlier ones (some ten fit); else BlockingIOError.
@@ -106,26 +112,38 @@ class Channel:
         ancillary = []
         if descriptors:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-        try:
-            self._socket.sendmsg([data], ancillary, self._flags)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise EOFError from error
+        while True:
+            try:
+                self._socket.sendmsg([data], ancillary, self._flags)
+                return
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise ChannelClosed from error
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+                time.sleep(0.01)  # a user's descriptors on their way are limited; the others have to read first
 
     def receive(self, wait: bool = True) -> "tuple[Any, ...] | None":
         """The next message; None where there is none and `wait` is False. Descriptors are its last element."""
         try:
             flags = _CLOSE_ON_EXEC if wait else _CLOSE_ON_EXEC | socket.MSG_DONTWAIT
-            data, ancillary, _, _ = self._socket.recvmsg(_LONGEST * 2, _DESCRIPTORS, flags)
+            data, ancillary, told, _ = self._socket.recvmsg(_LONGEST * 2, _DESCRIPTORS, flags)
         except (BlockingIOError, InterruptedError):
             return None
         except ConnectionResetError:  # it left messages of ours unread; said once, and then comes what it had sent
             return self.receive(wait)
         if not data:
-            raise EOFError
+            raise ChannelClosed
         descriptors = array.array("i")
         for level, kind, found in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 descriptors.frombytes(found[: len(found) - len(found) % descriptors.itemsize])
+        if told & socket.MSG_CTRUNC:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise OSError(
+                errno.EMFILE, "this process has no file descriptors left for what a worker sends; ulimit -n allows more"
+            )
         done, *message = pickle.loads(data)
         if done is None:
             memory = descriptors.pop()

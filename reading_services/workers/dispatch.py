@@ -30,7 +30,7 @@ from ...datapipes.names import inputs_of, named_nodes, node_names
 from ...datapipes.streaming import ShardingRoundRobinDispatcher
 from ..interface import items_of
 from ..seeds import SeedGenerator, set_graph_random_seed
-from .channel import Channel
+from .channel import Channel, ChannelClosed
 from .packing import packed, unpacked
 from .pickled import from_bytes, to_bytes
 from .process import Lines
@@ -181,7 +181,7 @@ class _Dispatcher:
                 while not any(w > 0 for w in self._wanted):
                     self._wait()
                 self._lines.computing(number + 1)
-        except (_NewTurn, EOFError):
+        except (_NewTurn, ChannelClosed):
             raise
         except Exception as error:
             node = where_of(error, self._lines.names)
@@ -205,7 +205,7 @@ class _Dispatcher:
             self._to(worker, ITEM, self._turn, channel.put(packed(waiting.popleft())))
 
     def _wait(self) -> None:
-        """Until somebody has said something. Raises _NewTurn, EOFError."""
+        """Until somebody has said something. Raises _NewTurn, ChannelClosed."""
         for descriptor, _ in self._poll.poll():
             if descriptor == self._main.fileno():
                 message = self._main.receive()
@@ -225,7 +225,7 @@ class _Dispatcher:
             worker = next(w for w, c in enumerate(self._workers) if c.fileno() == descriptor)
             try:
                 message = self._workers[worker].receive()
-            except EOFError:  # the main process will begin again with all of us
+            except ChannelClosed:  # the main process will begin again with all of us
                 self._poll.unregister(descriptor)
                 continue
             assert message is not None
@@ -246,7 +246,7 @@ class _Dispatcher:
             self._serve(worker)
 
     def _to(self, worker: int, *message: Any) -> None:
-        with contextlib.suppress(EOFError):
+        with contextlib.suppress(ChannelClosed):
             self._workers[worker].send(*message)
 
 

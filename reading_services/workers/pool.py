@@ -7,6 +7,7 @@ dies do not count against it; the one that it was making does, and with it those
 dealt again one by one.
 """
 
+import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
@@ -20,13 +21,14 @@ from time import monotonic
 from typing import Any, Protocol
 
 from ...datapipes.errors import ConfigurationError, LoaderError, LoaderWarning, WorkerDiedError, WorkerStalledError
-from .channel import Channel, Item
+from .channel import Channel, ChannelClosed, Item
 from .dispatch import run_dispatcher
 from .process import Process
 from .worker import BEGIN, BEGINNING, BEGUN, DEAL, END, ERROR, ITEMS, run
 
 __all__ = ["Pool", "Turn", "paced", "tasks_for"]
 
+OWN_DOING = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE")
 NOTHING = pickle.dumps(None)
 TASK_SECONDS = 1e-3
 MOST_TASKS = 5  # of a worker: with two messages more, a socket takes them while nobody reads
@@ -35,6 +37,7 @@ MOST_STALLS = 2
 MOST_FAILED_STARTS = 3  # in a row, of workers that exit by themselves before they have begun
 MOST_KILLED_STARTS, KILLING_ENDS = 50, 60.0  # in a row, and s: of those that are killed before, unless it ends
 PATIENCE = 1.0  # s that workers have to end by themselves
+GRACE = 0.2  # s that a worker has to say something once somebody waits
 START_TIMEOUT = 300.0  # s, for imports and `worker_init_fn`, also where items have less
 
 _live = 0  # workers of this process, in all pools
@@ -172,14 +175,15 @@ class Pool:
         self._check_process()
         self._forget()
         self._turn = turn
-        if any(seat.process is None for seat in self._all):
-            self._start([seat for seat in self._all if seat.process is None or self._dispatcher])
+        empty = [seat for seat in self._all if not self._seated(seat)]
+        if empty:
+            self._start(self._all if self._dispatcher else empty)
         for seat in self._all:
             self._send_work(seat)
 
     def finish(self, turn: Turn) -> None:
         """Nobody wants more of this turn."""
-        if self._turn is turn and self._open:
+        if self._turn is turn and self._open and self._pid == os.getpid():
             busy = any(seat.tasks for seat in self.seats)
             self._forget()
             for seat in self._all if busy or self._dispatcher else []:
@@ -207,18 +211,21 @@ class Pool:
     def receive(self, wait: bool) -> None:
         """Takes what has come; with `wait`, once there is something, or something is wrong. May raise WorkerError."""
         self._check_process()
-        events = self._poll.poll(self._patience() if wait else 0)
+        began, patience = monotonic(), self._patience() if wait else 0
+        events = self._poll.poll(patience)
         for descriptor, _ in events:
             seat = self._by_descriptor.get(descriptor)
             if seat is not None:
                 self._read(seat)
-        if wait and not events:
+        # much later than asked for: this process was stopped itself, and its workers with it
+        if wait and not events and patience is not None and monotonic() - began < patience / 1000 + 1:
             self._replace_stuck()
 
     def _patience(self) -> "float | None":
         """Milliseconds until some worker has taken too long."""
         ends = [end for seat in self._all if (end := self._deadline(seat)) is not None]
-        return max(0.0, min(ends) - monotonic()) * 1000 + 1 if ends else None
+        # at least a moment: what has come while nobody looked is not late
+        return max(GRACE, min(ends) - monotonic()) * 1000 + 1 if ends else None
 
     def _deadline(self, seat: _Seat) -> "float | None":
         if self._stall_timeout is None:
@@ -237,7 +244,7 @@ class Pool:
         try:
             while (message := process.channel.receive(wait=False)) is not None:
                 self._take(seat, process, message)
-        except EOFError:
+        except ChannelClosed:
             self._died(seat)
         else:
             if not process.alive():  # a child of its own holds the channel open
@@ -284,7 +291,7 @@ class Pool:
         if seat.process is not None:
             try:
                 seat.process.channel.send(*message)
-            except EOFError:
+            except ChannelClosed:
                 pass  # it has died, which the next poll tells
             except BlockingIOError:
                 seat.process.kill()  # it does not read what it is sent
@@ -316,11 +323,17 @@ class Pool:
                 for end in pair:
                     end.close()
 
+    def _seated(self, seat: _Seat) -> bool:
+        """Whether a seat has a worker that is heard: a Ctrl-C may come between two lines of its start."""
+        heard = bool(seat.watched) and all(descriptor in self._by_descriptor for descriptor in seat.watched)
+        return seat.process is not None and heard
+
     def _unseat(self, seat: _Seat) -> None:
-        for descriptor in seat.watched:
-            self._poll.unregister(descriptor)
-            del self._by_descriptor[descriptor]
-        seat.watched = []
+        while seat.watched:
+            descriptor = seat.watched.pop()
+            self._by_descriptor.pop(descriptor, None)
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(descriptor)
         if seat.process is not None:
             seat.process.close()
             seat.process = None
@@ -352,7 +365,7 @@ class Pool:
         self._failed_starts += 1
         if self._failed_starts == 1:
             self._failing_since = monotonic()
-        if by_signal:
+        if by_signal and not how.endswith(OWN_DOING):
             enough = self._failed_starts >= MOST_KILLED_STARTS and monotonic() > self._failing_since + KILLING_ENDS
             hint = ". Something kills them: memory that runs out would be one cause"
         else:
@@ -446,16 +459,16 @@ class Pool:
 
     def close(self) -> None:
         """Ends all workers; those that are busy at once."""
-        global _live
         if self._open:
             self._open = False
-            _live -= len(self._all)
             self._forget()
             if self._pid == os.getpid():
                 self._at_exit()
 
     @staticmethod
     def _close_seats(seats: "list[_Seat]") -> None:
+        global _live
+        _live -= len(seats)
         processes = [seat.process for seat in seats if seat.process is not None]
         for process in processes:
             process.channel.close()

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ...datapipes.errors import ArgumentTypeError, ConfigurationError
-from .channel import Channel, shared_memory
+from .channel import Channel, ChannelClosed, shared_memory
 
 __all__ = ["Lines", "Process", "context_of"]
 
@@ -110,7 +110,7 @@ class Process:
         self.channel, self._side, self._life = Channel(main, patient=False), side, life
         self._page = mmap.mmap(page, mmap.PAGESIZE)
         self.computing = -1
-        self._descriptor = -1
+        self._descriptor, self._questions = -1, 0
         _OURS.add(self)
         lines = (child.fileno(), child_side.fileno(), child_life, page, self._stack, *(end.fileno() for end in ends))
         passed = [_Passed(line) for line in lines]
@@ -172,8 +172,13 @@ class Process:
             os.kill(self.pid, signal.SIGCONT)  # one that was stopped can tell too
         try:
             self._side.settimeout(timeout)
-            self._side.send(b"where")
-            node, _, stack = self._side.recv(1 << 16).decode(errors="replace").partition("\n")
+            self._questions += 1  # the answer to an earlier one may come only now
+            self._side.send(b"%d" % self._questions)
+            asked = ""
+            while asked != str(self._questions):
+                answer = self._side.recv(1 << 16).decode(errors="replace")
+                asked, _, answer = answer.partition("\n")
+                node, _, stack = answer.partition("\n")
         except OSError:
             return self.node, self._dumped()
         return node, stack
@@ -233,7 +238,7 @@ class Process:
 
     def death(self) -> "tuple[str, bool]":
         """How the process has ended, in words; whether by a signal."""
-        self._process.join(1.0)
+        self._process.join(5.0)  # longer where memory is dumped
         code = self._process.exitcode
         if code is None or code == 255:  # 255 is also what is known where the fork server is gone
             return ("ended" if code is None else "exited with 255"), code is None
@@ -300,13 +305,18 @@ class Lines:
             frame = sys._current_frames().get(thread)
             node, stack = ("", "") if frame is None else where_in_frames(frame, self.names)
             with contextlib.suppress(OSError):
-                self._side.send(f"{node}\n{stack}".encode(errors="replace")[: 1 << 15])
+                self._side.send(f"{asked.decode()}\n{node}\n{stack}".encode(errors="replace")[: 1 << 15])
+
+
+def _nothing(*_: Any) -> None:
+    """What a worker does at a signal; other than to ignore it, this is not passed on to the programs that it starts."""
 
 
 def _begin(run: "Callable[..., None]", passed: "list[_Passed]", *arguments: Any) -> None:
     """The first thing that a worker does."""
     for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, _nothing)
+        signal.siginterrupt(number, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     channel, side, life, page, stack, *ends = (each.number for each in passed)
     if hasattr(faulthandler, "register"):
@@ -317,7 +327,7 @@ def _begin(run: "Callable[..., None]", passed: "list[_Passed]", *arguments: Any)
     lines.passed = [Channel(socket.socket(fileno=end)) for end in ends]
     os.close(page)
     threading.Thread(target=lines.answer, args=(threading.get_ident(),), daemon=True).start()
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(ChannelClosed):
         run(lines, *arguments)
 
 

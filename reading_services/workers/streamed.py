@@ -122,6 +122,7 @@ class StreamedItems:
     ) -> None:
         self._pool, self._data, self._seeds, self._ahead, self._pinned = pool, data, seeds, ahead, pinned
         self._dispatched = dispatched
+        self._before: tuple[_Shard, Snapshot, int, int] | None = None
         self._shards = [_Shard(place) for place in places]
         least = min((shard.given for shard in self._shards if not shard.through), default=0)
         # whose turn it is: the first of those that have given least
@@ -153,12 +154,14 @@ class StreamedItems:
                     value = unpacked(*channel.read(item))
                     if self._pinned is not None:
                         value = self._pinned(value)
+                    self._before = (shard, shard.place, shard.after, shard.given)
                     shard.waiting.popleft()
                     shard.given += 1
                     shard.place, shard.after = (shard.place, shard.after + 1) if snapshot is None else (snapshot, 0)
                     self._at = (self._at + 1) % len(self._shards)
                     return value
             self._at = (self._at + 1) % len(self._shards)
+        self._before = None
         raise StopIteration
 
     def _deal(self) -> None:
@@ -169,6 +172,12 @@ class StreamedItems:
             if new:
                 shard.dealt = new[-1][1]
                 self._pool.deal(seat.number, new)
+
+    def take_back(self) -> None:
+        """The item handed out last was not delivered after all; there will be no other."""
+        if self._before is not None:
+            shard, place, after, given = self._before
+            shard.place, shard.after, shard.given = place, after, given
 
     def snapshots(self) -> "list[Snapshot]":
         """Where each worker's shard stands, of the items handed out."""

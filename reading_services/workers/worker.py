@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from ...datapipes.names import node_names
+from .channel import ChannelClosed
 from .packing import packed
 from .process import Lines
 from .raised import RaisedError, where_of
@@ -70,7 +71,11 @@ def run(lines: Lines, worker: int) -> None:
             tasks.clear()
         elif tasks:
             start, stop, suspect = tasks.popleft()
-            with _noted(lines) if suspect else contextlib.nullcontext():
+            if suspect:
+                with _noted(lines):
+                    _make(lines, turn, work, start, stop, process)
+                lines.in_node("")  # not before: while an exit unwinds it is still to be read
+            else:
                 _make(lines, turn, work, start, stop, process)
             lines.computing(-1)
 
@@ -126,9 +131,9 @@ def _make(lines: Lines, turn: int, work: Work, start: int, stop: int, process: s
         send()
         if number < stop:
             channel.send(END, turn, number)
-    except EOFError:
+    except ChannelClosed:
         raise
-    except Exception as error:
+    except BaseException as error:  # also sys.exit() in a function of the user's
         send()
         node = where_of(error, lines.names)
         where = process + (f" (node {node}, {work.place(number)})" if node else f" ({work.place(number)})")
@@ -138,18 +143,17 @@ def _make(lines: Lines, turn: int, work: Work, start: int, stop: int, process: s
 @contextlib.contextmanager
 def _noted(lines: Lines) -> "Iterator[None]":
     """Notes each node that is entered, for the case that this process does not live to tell."""
-    inside = [""]
+    inside, noted = [""], [""]
 
     def note(frame: Any, event: str, _: Any) -> None:
         if event == "call":
             node = lines.names.get(id(frame.f_locals.get("self")), "")
             inside.append(node or inside[-1])
-            if node:
-                lines.in_node(node)
-        elif event == "return" and len(inside) > 1:
-            left = inside.pop()
-            if inside[-1] != left:
+            if inside[-1] != noted[0]:
+                noted[0] = inside[-1]
                 lines.in_node(inside[-1])
+        elif event == "return" and len(inside) > 1:
+            inside.pop()  # noted with the next call: an exception that ends the process leaves in the same way
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -157,4 +161,3 @@ def _noted(lines: Lines) -> "Iterator[None]":
         yield
     finally:
         sys.setprofile(before)
-        lines.in_node("")
