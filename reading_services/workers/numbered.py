@@ -16,9 +16,10 @@ from ..interface import WorkerInfo
 from .channel import Channel, Item
 from .packing import unpacked
 from .pickled import from_bytes, to_bytes
-from .pool import Pool, paced, tasks_for
+from .pool import Pool
 from .process import Lines
 from .raised import RaisedError
+from .turns import paced, tasks_for
 
 __all__ = ["NumberedItems"]
 

@@ -15,23 +15,22 @@ import pickle
 import select
 import socket
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from multiprocessing.context import BaseContext
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from ...datapipes.errors import ConfigurationError, LoaderError, LoaderWarning, WorkerDiedError, WorkerStalledError
-from .channel import Channel, ChannelClosed, Item
+from .channel import ChannelClosed
 from .dispatch import run_dispatcher
 from .process import Process
+from .turns import Seat, Turn
 from .worker import BEGIN, BEGINNING, BEGUN, DEAL, END, ERROR, ITEMS, run
 
-__all__ = ["Pool", "Turn", "paced", "tasks_for"]
+__all__ = ["Pool"]
 
 OWN_DOING = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE")
 NOTHING = pickle.dumps(None)
-TASK_SECONDS = 1e-3
-MOST_TASKS = 5  # of a worker: with two messages more, a socket takes them while nobody reads
 MOST_DEATHS = 3  # of workers that were making the same item
 MOST_STALLS = 2
 MOST_FAILED_STARTS = 3  # in a row, of workers that exit by themselves before they have begun
@@ -50,66 +49,6 @@ def _most_workers() -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 20):
         raise ConfigurationError(f"TOKENPIPE_MAX_WORKERS is {text!r}; a number of processes would do, as 32")
     return int(text)
-
-
-class Turn(Protocol):
-    """One iteration over the items of the workers: what the pool tells it."""
-
-    def work(self, worker: int) -> Any:
-        """What the worker is to do, to be pickled, from where it stands now."""
-
-    def arrived(self, worker: int, number: int, item: "tuple[Channel, Item]", seconds: float, snapshot: Any) -> None:
-        """An item has come."""
-
-    def ended(self, worker: int, number: int) -> None:
-        """The worker has no item of this number, nor later ones."""
-
-    def failed(self, worker: int, number: int, error: Any) -> None:
-        """The item cannot be had: a RaisedError, or an exception."""
-
-    def lost(self, worker: int, tasks: "list[tuple[int, int]]") -> None:
-        """What was dealt to a worker and will not come: stretches of numbers, to be dealt again."""
-
-    def place(self, worker: int, number: int) -> str:
-        """What an error says of an item."""
-
-    def dispatch(self) -> Any:
-        """What the dispatching process is to do, where there is one."""
-
-
-class _Seat:
-    """One worker's place in a pool, whoever sits there."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.process: Process | None = None
-        self.watched: list[int] = []
-        self.begun = False  # this turn's work
-        self.tasks: deque[list[int]] = deque()  # [next, stop] of what was dealt and has not come
-        self.since = 0.0  # when it last told something, or was given something to do
-        self.looked_at = 0.0  # when it was found to be slow, and left at it
-
-
-def paced(pace: float, seconds: float) -> float:
-    """What an item takes, in seconds, after one more took so long: down fast, up slowly, past single slow ones."""
-    return pace + (seconds - pace) / 2 if seconds < pace else pace + (min(seconds, 4 * pace) - pace) / 8
-
-
-def tasks_for(seat: _Seat, pace: float, start: int, stop: int, most: int) -> "list[tuple[int, int]]":
-    """Stretches of the numbers from `start` to `stop` that a worker should have besides what it has.
-
-    Two tasks, one to make and one that waits, of as many numbers as a millisecond makes: so a message costs little of
-    their time, and a slow item holds up little. More that wait, while it has fewer than `most` numbers: they are made
-    while the main process does something else.
-    """
-    size = max(1, min(most, int(TASK_SECONDS / pace)))
-    has = sum(task[1] - task[0] for task in seat.tasks)
-    tasks: list[tuple[int, int]] = []
-    while start < stop and len(seat.tasks) + len(tasks) < (MOST_TASKS if has < most else 2):
-        end = min(start + size, stop)
-        tasks.append((start, end))
-        has, start = has + end - start, end
-    return tasks
 
 
 class Pool:
@@ -139,11 +78,11 @@ class Pool:
             count = min(count, max(1, _most_workers() - _live))
         self.elastic, self.dispatched = elastic, dispatched
         self._context, self._stall_timeout = context, stall_timeout
-        self.seats = [_Seat(number) for number in range(count)]
-        self._dispatcher = _Seat(-1) if dispatched else None
+        self.seats = [Seat(number) for number in range(count)]
+        self._dispatcher = Seat(-1) if dispatched else None
         self._all = [*self.seats, self._dispatcher] if self._dispatcher else self.seats
         self.replaced = 0
-        self._by_descriptor: dict[int, _Seat] = {}
+        self._by_descriptor: dict[int, Seat] = {}
         self._poll = select.poll()
         self._turn: Turn | None = None
         self._number = 0  # of the turn
@@ -227,7 +166,7 @@ class Pool:
         # at least a moment: what has come while nobody looked is not late
         return max(GRACE, min(ends) - monotonic()) * 1000 + 1 if ends else None
 
-    def _deadline(self, seat: _Seat) -> "float | None":
+    def _deadline(self, seat: Seat) -> "float | None":
         if self._stall_timeout is None:
             return None
         if seat is self._dispatcher:
@@ -238,7 +177,7 @@ class Pool:
 
     # Messages ---------------------------------------------------------------------------------------------
 
-    def _read(self, seat: _Seat) -> None:
+    def _read(self, seat: Seat) -> None:
         process = seat.process
         assert process is not None
         try:
@@ -250,7 +189,7 @@ class Pool:
             if not process.alive():  # a child of its own holds the channel open
                 self._died(seat)
 
-    def _take(self, seat: _Seat, process: Process, message: "tuple[Any, ...]") -> None:
+    def _take(self, seat: Seat, process: Process, message: "tuple[Any, ...]") -> None:
         kind, number_of_turn = message[:2]
         seat.since = monotonic()
         turn = self._turn if number_of_turn == self._number else None
@@ -287,7 +226,7 @@ class Pool:
             if number + 1 < stop:
                 turn.lost(seat.number, [(number + 1, stop)])
 
-    def _send(self, seat: _Seat, *message: Any) -> None:
+    def _send(self, seat: Seat, *message: Any) -> None:
         if seat.process is not None:
             try:
                 seat.process.channel.send(*message)
@@ -296,7 +235,7 @@ class Pool:
             except BlockingIOError:
                 seat.process.kill()  # it does not read what it is sent
 
-    def _send_work(self, seat: _Seat) -> None:
+    def _send_work(self, seat: Seat) -> None:
         assert self._turn is not None
         seat.begun, seat.since = seat is self._dispatcher, monotonic()
         work = self._turn.dispatch() if seat is self._dispatcher else self._turn.work(seat.number)
@@ -304,7 +243,7 @@ class Pool:
 
     # Workers that die or stop -------------------------------------------------------------------------------
 
-    def _start(self, seats: "list[_Seat]") -> None:
+    def _start(self, seats: "list[Seat]") -> None:
         """Starts processes for these seats; where there is a dispatcher, for all."""
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in self.seats if self._dispatcher]
         try:
@@ -323,12 +262,12 @@ class Pool:
                 for end in pair:
                     end.close()
 
-    def _seated(self, seat: _Seat) -> bool:
+    def _seated(self, seat: Seat) -> bool:
         """Whether a seat has a worker that is heard: a Ctrl-C may come between two lines of its start."""
         heard = bool(seat.watched) and all(descriptor in self._by_descriptor for descriptor in seat.watched)
         return seat.process is not None and heard
 
-    def _unseat(self, seat: _Seat) -> None:
+    def _unseat(self, seat: Seat) -> None:
         while seat.watched:
             descriptor = seat.watched.pop()
             self._by_descriptor.pop(descriptor, None)
@@ -338,7 +277,7 @@ class Pool:
             seat.process.close()
             seat.process = None
 
-    def _died(self, seat: _Seat) -> None:
+    def _died(self, seat: Seat) -> None:
         dispatcher = self._dispatcher
         if dispatcher is not None and dispatcher.process is not None and not dispatcher.process.alive():
             seat = dispatcher  # whose end is also that of those who wait for it
@@ -360,7 +299,7 @@ class Pool:
                     raise error
         self._replace(seat, number, error, how)
 
-    def _check_starts(self, seat: _Seat, how: str, by_signal: bool) -> None:
+    def _check_starts(self, seat: Seat, how: str, by_signal: bool) -> None:
         """Raises WorkerDiedError where workers end before they have begun, and will go on to."""
         self._failed_starts += 1
         if self._failed_starts == 1:
@@ -377,7 +316,7 @@ class Pool:
                 f"{self._failed_starts} workers in a row ended before they had begun; the last one {how}{hint}"
             )
 
-    def _place(self, seat: _Seat, number: int) -> str:
+    def _place(self, seat: Seat, number: int) -> str:
         assert self._turn is not None
         if seat is self._dispatcher:
             return f"item {number} of the dispatching process"
@@ -424,7 +363,7 @@ class Pool:
         node, stack = self._dispatcher.process.where()
         return f"\nThe dispatching process was in node {node or '?'}:\n{stack}"
 
-    def _replace(self, seat: _Seat, number: int, error: "Exception | None", why: str) -> None:
+    def _replace(self, seat: Seat, number: int, error: "Exception | None", why: str) -> None:
         """Another worker for the seat. What the old one had is dealt again, the item that it made one by one."""
         self.replaced += 1
         if self._turn is not None and error is None and self.replaced & (self.replaced - 1) == 0:  # 1, 2, 4, 8, …
@@ -466,7 +405,7 @@ class Pool:
                 self._at_exit()
 
     @staticmethod
-    def _close_seats(seats: "list[_Seat]") -> None:
+    def _close_seats(seats: "list[Seat]") -> None:
         global _live
         _live -= len(seats)
         processes = [seat.process for seat in seats if seat.process is not None]

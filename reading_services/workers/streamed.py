@@ -22,9 +22,10 @@ from .channel import Channel, Item
 from .dispatch import DispatchWork, attach
 from .packing import unpacked
 from .pickled import from_bytes
-from .pool import Pool, paced, tasks_for
+from .pool import Pool
 from .process import Lines
 from .raised import RaisedError
+from .turns import paced, tasks_for
 
 __all__ = ["StreamedItems", "StreamedWork"]
 

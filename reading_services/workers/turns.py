@@ -1,0 +1,74 @@
+"""What a pool and an iteration over its workers' items know of each other: a turn, a worker's seat, and how numbers are
+cut into tasks.
+"""
+
+from collections import deque
+from typing import Any, Protocol
+
+from .channel import Channel, Item
+from .process import Process
+
+__all__ = ["Seat", "Turn", "paced", "tasks_for"]
+
+TASK_SECONDS = 1e-3
+MOST_TASKS = 5  # of a worker: with two messages more, a socket takes them while nobody reads
+
+
+class Turn(Protocol):
+    """One iteration over the items of the workers: what the pool tells it."""
+
+    def work(self, worker: int) -> Any:
+        """What the worker is to do, to be pickled, from where it stands now."""
+
+    def arrived(self, worker: int, number: int, item: "tuple[Channel, Item]", seconds: float, snapshot: Any) -> None:
+        """An item has come."""
+
+    def ended(self, worker: int, number: int) -> None:
+        """The worker has no item of this number, nor later ones."""
+
+    def failed(self, worker: int, number: int, error: Any) -> None:
+        """The item cannot be had: a RaisedError, or an exception."""
+
+    def lost(self, worker: int, tasks: "list[tuple[int, int]]") -> None:
+        """What was dealt to a worker and will not come: stretches of numbers, to be dealt again."""
+
+    def place(self, worker: int, number: int) -> str:
+        """What an error says of an item."""
+
+    def dispatch(self) -> Any:
+        """What the dispatching process is to do, where there is one."""
+
+
+class Seat:
+    """One worker's place in a pool, whoever sits there."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.process: Process | None = None
+        self.watched: list[int] = []
+        self.begun = False  # this turn's work
+        self.tasks: deque[list[int]] = deque()  # [next, stop] of what was dealt and has not come
+        self.since = 0.0  # when it last told something, or was given something to do
+        self.looked_at = 0.0  # when it was found to be slow, and left at it
+
+
+def paced(pace: float, seconds: float) -> float:
+    """What an item takes, in seconds, after one more took so long: down fast, up slowly, past single slow ones."""
+    return pace + (seconds - pace) / 2 if seconds < pace else pace + (min(seconds, 4 * pace) - pace) / 8
+
+
+def tasks_for(seat: Seat, pace: float, start: int, stop: int, most: int) -> "list[tuple[int, int]]":
+    """Stretches of the numbers from `start` to `stop` that a worker should have besides what it has.
+
+    Two tasks, one to make and one that waits, of as many numbers as a millisecond makes: so a message costs little of
+    their time, and a slow item holds up little. More that wait, while it has fewer than `most` numbers: they are made
+    while the main process does something else.
+    """
+    size = max(1, min(most, int(TASK_SECONDS / pace)))
+    has = sum(task[1] - task[0] for task in seat.tasks)
+    tasks: list[tuple[int, int]] = []
+    while start < stop and len(seat.tasks) + len(tasks) < (MOST_TASKS if has < most else 2):
+        end = min(start + size, stop)
+        tasks.append((start, end))
+        has, start = has + end - start, end
+    return tasks
