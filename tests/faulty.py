@@ -3,10 +3,12 @@
 A batch is the dict that `collate_causal_lm(sample_numbers=True)` gives; its number here is its first sample number.
 """
 
+import builtins
 import collections
 import ctypes
 import dataclasses
 import os
+import pickle
 import random
 import signal
 import sys
@@ -108,6 +110,10 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
+def _recurse(number: int) -> int:
+    return 1 + _recurse(number)
+
+
 ACTS = {
     "kill": lambda n: os.kill(os.getpid(), signal.SIGKILL),
     "exit 0": lambda n: os._exit(0),
@@ -124,6 +130,13 @@ ACTS = {
     "ValueError": lambda n: _raise(ValueError(f"raised at {n}")),
     "KeyError": lambda n: _raise(KeyError(f"raised at {n}")),
     "OSError": lambda n: _raise(FileNotFoundError(2, "no such thing", f"at {n}")),
+    "EOFError": lambda n: _raise(EOFError(f"raised at {n}")),
+    "ConnectionResetError": lambda n: _raise(ConnectionResetError(104, f"raised at {n}")),
+    "TimeoutError": lambda n: _raise(TimeoutError(f"raised at {n}")),
+    "PicklingError": lambda n: _raise(pickle.PicklingError(f"raised at {n}")),
+    "IndexError": lambda n: _raise(IndexError(f"raised at {n}")),
+    "RecursionError": lambda n: _recurse(n),
+    "ExceptionGroup": lambda n: _raise(builtins.ExceptionGroup(f"raised at {n}", [ValueError("one"), KeyError("two")])),
     "KeywordOnly": lambda n: _raise(KeywordOnly(number=n)),
     "HoldsALock": lambda n: _raise(HoldsALock(n)),
     "local": lambda n: _raise(_local_exception(n)),

@@ -378,6 +378,41 @@ def _large(k: int) -> Any:
     return np.full(500_000, k)
 
 
+def capped(folder: str, method: str) -> None:
+    """TOKENPIPE_MAX_WORKERS counts what lives, over all loaders."""
+    os.environ["TOKENPIPE_MAX_WORKERS"] = "3"
+    graph = Runs(folder).training
+
+    def live(loader: DataLoader2) -> int:
+        return len(loader.reading_service.worker_pids)
+
+    with loader_of(graph, 2, method) as one:
+        assert firsts(one, 10) == expected(10)
+        assert live(one) == 2
+        with loader_of(graph, 4, method) as two, loader_of(graph, 4, method) as three:
+            assert firsts(two, 10) == firsts(three, 10) == expected(10)
+            assert (live(two), live(three)) == (1, 1)
+            assert firsts(one, 10) == expected(10, 10)
+            state = three.state_dict()
+    for _ in range(3):  # what was shut down, left or killed gives its place back
+        again = loader_of(graph, 5, method)
+        again.load_state_dict(state)
+        iterator, place = iter(again), 10
+        for _ in range(4):
+            assert firsts(iterator, 20) == expected(20, place)
+            place += 20
+            assert live(again) == 3
+            os.kill(again.reading_service.worker_pids[-1], signal.SIGKILL)
+        del again, iterator
+        gc.collect()
+    with loader_of(IterableWrapper(range(9)).sharding_filter(), 5, method) as stream:
+        try:  # a stream's workers cannot be fewer than were asked for
+            assert list(stream) == list(range(9))
+        except Exception as error:
+            assert "TOKENPIPE_MAX_WORKERS" in str(error), error
+    say("all right")
+
+
 def with_few_descriptors(folder: str, method: str) -> None:
     """Keeps more batches than it may have files open."""
     loader = loader_of(Runs(folder).training.map(kind_of, seeded=False), 2, method)

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -335,7 +336,8 @@ def test_an_exception_in_these_is_raised_with_the_worker_and_nothing_waits(what,
 
 
 @pytest.mark.parametrize("name", ["worker_init_fn", "worker_reset_fn"])
-def test_functions_for_workers_that_cannot_be_pickled_are_named_before_any_process_starts(name):
+def test_functions_for_workers_that_cannot_be_pickled_are_named_before_any_process_starts(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dill", None)
     before = descendants()
     with pytest.raises(TokenpipeError, match=name):
         take(loader_of(source(3), 2, "spawn", **{name: functools.partial(take, threading.Lock())}), 1)
@@ -611,6 +613,8 @@ NAMES = ["counted", "own state", "shuffled", "shuffled after", "jsonl", "dispatc
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stream_saved_at_every_item_goes_on_exactly_there_and_so_do_the_epochs_after(tmp_path, name, workers):
     """torchdata, defect 7: there was no place in the state, and no shuffle buffer."""
+    if name == "draws" and not workers:
+        pytest.skip("in the main process the global generators are the caller's")
     graph = streams(tmp_path)[name]
     with loader_of(graph, workers) as loader:
         first = list(loader)
@@ -914,7 +918,7 @@ def test_a_death_while_an_item_is_made_is_replayed_twice_and_the_third_is_an_err
         assert take(other, 2) == [80, 90], "the place before it"
 
 
-@pytest.mark.parametrize("what", ["nap", "stop"])
+@pytest.mark.parametrize("what", ["nap", "nap holding the GIL"])
 def test_an_item_that_is_stuck_once_is_replayed_and_twice_is_an_error(tmp_path, what):
     graph = source(30).sharding_filter().map(Act(what, 9, tmp_path, times=1))
     with loader_of(graph, 2, stall_timeout=0.5) as loader:
@@ -927,6 +931,7 @@ def test_an_item_that_is_stuck_once_is_replayed_and_twice_is_an_error(tmp_path, 
     assert take(iterator, 9) == list(range(9))
     with pytest.raises(WorkerStalledError) as caught:
         next(iterator)
+    assert "map" in str(caught.value)
     if what == "nap":
         assert "nap_for_ever" in str(caught.value)
 

@@ -328,16 +328,15 @@ class Pool:
             end = self._deadline(seat)
             if end is None or now < end:
                 continue
-            assert seat.process is not None
+            self._read(seat)  # what came just now counts; what comes while it is asked does not
+            if seat.process is None or now < (self._deadline(seat) or now + 1):
+                continue
             asked, state = seat.since, seat.process.state()
             if not seat.begun and "stopped" not in state and now < asked + START_TIMEOUT:
                 seat.looked_at = now  # imports, or a function of the user's, take what they take
                 continue
-            node, stack = seat.process.where()
-            self._read(seat)
-            if seat.since != asked or not seat.watched:  # it has gone on, or ended
-                continue
             number = seat.process.computing if seat.begun else -1
+            node, stack = seat.process.where()
             place, error = "", None
             if number >= 0 and self._turn is not None:
                 place = self._turn.place(seat.number, number)
