@@ -7,6 +7,7 @@ import builtins
 import collections
 import ctypes
 import dataclasses
+import faulthandler
 import os
 import pickle
 import random
@@ -103,7 +104,11 @@ def nap_for_ever() -> None:
 
 
 def nap_holding_the_gil() -> None:
-    ctypes.PyDLL(None).sleep(3600)
+    """Waits for a lock in C that it holds itself: no signal ends that, and no other thread of Python runs."""
+    lock = ctypes.create_string_buffer(256)
+    library = ctypes.PyDLL(None)
+    while True:
+        library.pthread_mutex_lock(lock)
 
 
 def _raise(error: BaseException) -> None:
@@ -118,8 +123,8 @@ ACTS = {
     "kill": lambda n: os.kill(os.getpid(), signal.SIGKILL),
     "exit 0": lambda n: os._exit(0),
     "exit 7": lambda n: os._exit(7),
-    "segfault": lambda n: ctypes.string_at(0),
-    "abort": lambda n: os.abort(),
+    "segfault": lambda n: (faulthandler.disable(), ctypes.string_at(0)),
+    "abort": lambda n: (faulthandler.disable(), os.abort()),
     "stop": lambda n: os.kill(os.getpid(), signal.SIGSTOP),
     "nap": lambda n: nap_for_ever(),
     "nap holding the GIL": lambda n: nap_holding_the_gil(),

@@ -119,6 +119,8 @@ class Channel:
             except (BrokenPipeError, ConnectionResetError) as error:
                 raise ChannelClosed from error
             except OSError as error:
+                if error.errno == errno.EBADF:  # this end was closed, at the interpreter's exit
+                    raise ChannelClosed from error
                 if error.errno != errno.ETOOMANYREFS:
                     raise
                 time.sleep(0.01)  # a user's descriptors on their way are limited; the others have to read first

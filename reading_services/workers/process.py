@@ -260,9 +260,21 @@ def _start(context: BaseContext, process: Any) -> None:
         ours, server = "tokenpipe.reading_services.workers.preload", getattr(forkserver, "_forkserver", None)
         others = getattr(server, "_preload_modules", ["__main__"])  # Python has no name for what was asked for before
         context.set_forkserver_preload([*(name for name in others if name != ours), ours])
-        forkserver.ensure_running()  # with the signals as they are: it serves others too
-    elif method == "spawn":
+        for wait in (0.05, 0.1, 0.2, 0.4, 0.8, None):
+            forkserver.ensure_running()  # with the signals as they are: it serves others too
+            try:
+                _start_unheard(process)
+                return
+            except ConnectionError:  # one that was killed may still be there for a moment
+                if wait is None:
+                    raise
+                time.sleep(wait)
+    if method == "spawn":
         resource_tracker.ensure_running()
+    _start_unheard(process)
+
+
+def _start_unheard(process: Any) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
     try:
         process.start()
