@@ -716,9 +716,7 @@ def test_a_script_without_a_guard_works_or_ends_with_an_error_that_says_so(runs,
         timeout=60,
     )
     if ran.returncode:
-        assert how != "-c", (
-            ran.stderr
-        )  # of a script from stdin children of multiprocessing cannot import the main module
+        assert how != "-c", ran.stderr  # a child cannot import a main module from stdin
         assert "__main__" in ran.stderr, ran.stderr
         assert ran.stderr.count("Traceback") < 8, ran.stderr
     else:
