@@ -181,11 +181,11 @@ class Channel:
 
     def _slot(self, size: int) -> "tuple[int, bool, int | None]":
         """A free slot of this size: (slot, whether it is new, a slot that it takes the place of)."""
-        fitting = [slot for slot in self._free if self._mine[slot].size >= size]
-        if fitting:
-            slot = min(fitting, key=lambda slot: self._mine[slot].size)
-            self._free.remove(slot)
-            return slot, False, None
+        for at in range(len(self._free) - 1, -1, -1):  # the one that came back last is still in the cache
+            slot = self._free[at]
+            if size <= self._mine[slot].size <= 16 * size + mmap.ALLOCATIONGRANULARITY:
+                del self._free[at]
+                return slot, False, None
         dropped = self._free.pop(0) if self._free else None  # too small for what comes now
         if dropped is not None:
             del self._mine[dropped]

@@ -19,7 +19,7 @@ from .pickled import from_bytes, to_bytes
 from .pool import Pool
 from .process import Lines
 from .raised import RaisedError
-from .turns import paced, tasks_for
+from .turns import paced, task_size, tasks_for
 
 __all__ = ["NumberedItems"]
 
@@ -96,14 +96,16 @@ class NumberedItems:
         self._again: list[tuple[int, int]] = []  # a heap: lost, and to be dealt before others
         self._ready: dict[int, Any] = {}
         self._pace = 1.0  # seconds an item takes
+        self._size = 1  # numbers of a task
         pool.begin(self)
 
     def __iter__(self) -> "NumberedItems":
         return self
 
     def __next__(self) -> Any:
-        self._pool.receive(wait=False)
-        self._deal()
+        if self._next not in self._ready or self._dealt - self._next <= self._ahead - self._size or self._again:
+            self._pool.receive(wait=False)
+            self._deal()
         while self._next not in self._ready:
             if self._next >= self._end:
                 raise StopIteration
@@ -121,12 +123,13 @@ class NumberedItems:
         return value if self._pinned is None else self._pinned(value)
 
     def _deal(self) -> None:
+        self._size = task_size(self._pace, min(self._most, max(1, self._ahead // 3)))
         limit = min(self._next + self._ahead, self._end)
         for seat in sorted(self._pool.seats, key=lambda seat: len(seat.tasks)):
             if self._again and len(seat.tasks) < 2:
                 self._pool.deal(seat.number, [heapq.heappop(self._again)])
             elif self._dealt < limit and not self._again:
-                new = tasks_for(seat, self._pace, self._dealt, limit, self._most)
+                new = tasks_for(seat, self._size, self._dealt, limit, self._most, whole=limit < self._end)
                 if new:
                     self._dealt = new[-1][1]
                     self._pool.deal(seat.number, new)

@@ -5,6 +5,7 @@ memory is copied once and overlaps on the other side too: inputs and labels are 
 """
 
 import copyreg
+import ctypes
 import io
 import pickle
 from collections import ChainMap
@@ -41,8 +42,16 @@ def _reduced(tensor: torch.Tensor) -> Any:
     if extent > 2 * count:  # a few elements of much memory
         tensor = tensor.contiguous()
         stride, extent = tensor.stride(), count
-    flat = tensor.as_strided((extent,), (1,)).view(torch.uint8)  # NumPy does not know all of torch's dtypes
-    return _tensor, (pickle.PickleBuffer(flat.numpy().data), _NAMES[tensor.dtype], shape, stride)
+    # the bytes themselves: NumPy does not know all of torch's dtypes, and views cost more than all else here
+    memory: Any = (ctypes.c_ubyte * (extent * tensor.element_size())).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # as long as anybody reads them
+    return _tensor, (pickle.PickleBuffer(memory), _NAMES[tensor.dtype], shape, stride)
+
+
+def _address(view: memoryview) -> int:
+    if isinstance(view.obj, ctypes.Array) and view.nbytes == ctypes.sizeof(view.obj):
+        return ctypes.addressof(view.obj)
+    return np.frombuffer(view, np.uint8).__array_interface__["data"][0]
 
 
 def _tensor(buffer: Any, dtype: str, shape: "tuple[int, ...]", stride: "tuple[int, ...]") -> torch.Tensor:
@@ -87,7 +96,7 @@ def packed(item: Any) -> Packed:
 
 
 def _merged(buffers: "list[memoryview]") -> "tuple[list[tuple[int, int]], list[tuple[int, memoryview]], int]":
-    address = [np.frombuffer(view, np.uint8).__array_interface__["data"][0] for view in buffers]
+    address = [_address(view) for view in buffers]
     places: list[tuple[int, int]] = [(0, 0)] * len(buffers)
     parts = []
     size = begin = end = 0  # of the shared bytes, and of the memory that was placed last

@@ -7,6 +7,7 @@ the worker is doing and even while it is stopped.
 """
 
 import contextlib
+import ctypes
 import errno
 import faulthandler
 import mmap
@@ -335,6 +336,7 @@ def _begin(run: "Callable[..., None]", passed: "list[_Passed]", *arguments: Any)
         faulthandler.register(_TELL, file=stack, all_threads=False)
     _end_with(life)
     torch.set_num_threads(1)
+    _keep_memory()
     lines = Lines(Channel(socket.socket(fileno=channel)), socket.socket(fileno=side), mmap.mmap(page, mmap.PAGESIZE))
     lines.passed = [Channel(socket.socket(fileno=end)) for end in ends]
     os.close(page)
@@ -358,3 +360,15 @@ def _end_with(life: int) -> None:
     poll.register(life, 0)
     if poll.poll(0):  # closed before we could say so
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _keep_memory() -> None:
+    """Keeps freed memory: items are as large as one another, and to give each one's pages back to the kernel and take
+    new ones, as glibc does with blocks of 128 KiB and more, costs more than to fill them.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # not glibc
+        return
+    for parameter, size in ((-3, 32 << 20), (-1, 256 << 20)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+        mallopt(parameter, size)

@@ -25,7 +25,7 @@ from .pickled import from_bytes
 from .pool import Pool
 from .process import Lines
 from .raised import RaisedError
-from .turns import paced, tasks_for
+from .turns import paced, task_size, tasks_for
 
 __all__ = ["StreamedItems", "StreamedWork"]
 
@@ -169,7 +169,8 @@ class StreamedItems:
         for shard, seat in zip(self._shards, self._pool.seats, strict=True):
             if shard.closed:
                 continue
-            new = tasks_for(seat, shard.pace, shard.dealt, shard.given + self._ahead, self._ahead)
+            size = task_size(shard.pace, max(1, self._ahead // 3))
+            new = tasks_for(seat, size, shard.dealt, shard.given + self._ahead, self._ahead, whole=True)
             if new:
                 shard.dealt = new[-1][1]
                 self._pool.deal(seat.number, new)

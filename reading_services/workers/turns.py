@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from .channel import Channel, Item
 from .process import Process
 
-__all__ = ["Seat", "Turn", "paced", "tasks_for"]
+__all__ = ["Seat", "Turn", "paced", "task_size", "tasks_for"]
 
 TASK_SECONDS = 1e-3
 MOST_TASKS = 5  # of a worker: with two messages more, a socket takes them while nobody reads
@@ -57,18 +57,24 @@ def paced(pace: float, seconds: float) -> float:
     return pace + (seconds - pace) / 2 if seconds < pace else pace + (min(seconds, 4 * pace) - pace) / 8
 
 
-def tasks_for(seat: Seat, pace: float, start: int, stop: int, most: int) -> "list[tuple[int, int]]":
+def task_size(pace: float, most: int) -> int:
+    """Of how many numbers a task is: what a millisecond makes."""
+    return max(1, min(most, int(TASK_SECONDS / pace)))
+
+
+def tasks_for(seat: Seat, size: int, start: int, stop: int, most: int, whole: bool) -> "list[tuple[int, int]]":
     """Stretches of the numbers from `start` to `stop` that a worker should have besides what it has.
 
-    Two tasks, one to make and one that waits, of as many numbers as a millisecond makes: so a message costs little of
-    their time, and a slow item holds up little. More that wait, while it has fewer than `most` numbers: they are made
-    while the main process does something else.
+    Two tasks of `size` numbers, one to make and one that waits, so a message, which may wake up a sleeper, costs little
+    of their time, and a slow item holds up little. More that wait, while it has fewer than `most` numbers: they are
+    made while the main process does something else. `whole`: no smaller task, for more numbers will come.
     """
-    size = max(1, min(most, int(TASK_SECONDS / pace)))
     has = sum(task[1] - task[0] for task in seat.tasks)
     tasks: list[tuple[int, int]] = []
     while start < stop and len(seat.tasks) + len(tasks) < (MOST_TASKS if has < most else 2):
         end = min(start + size, stop)
+        if whole and end - start < size:
+            break
         tasks.append((start, end))
         has, start = has + end - start, end
     return tasks
