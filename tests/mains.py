@@ -110,7 +110,7 @@ def many_mains(folder: str, method: str, kills: str, seed: str, report: str) -> 
         if k % 3:  # in the middle of its work; else while it starts
             os.read(read, 1)
         time.sleep(draw.random() * (0.15 if k % 3 else 0.5 if method == "fork" else 3))
-        servers = children(pid) if method == "forkserver" else set()
+        importing = set() if method == "fork" else children(pid)  # a fork server, or workers of spawn: may be
         os.kill(pid, signal.SIGKILL)
         status = os.waitpid(pid, 0)[1]
         os.close(read)
@@ -119,8 +119,8 @@ def many_mains(folder: str, method: str, kills: str, seed: str, report: str) -> 
             return {other: line for other, line in marked(mark).items() if other != me}
 
         wait_for(lambda: not others(), 2)
-        lives = {other: line for other, line in others().items() if other not in servers}
-        wait_for(lambda: not others(), 30)  # a fork server that is still importing does not hear of anything
+        lives = {other: line for other, line in others().items() if other not in importing}
+        wait_for(lambda: not others(), 30)  # what is still importing does not hear of anything
         wait_for(lambda before=before: not left_in_shm(before), 2)
         found.append([status, lives | others(), sorted(left_in_shm(before))])
         for other in others():

@@ -565,7 +565,7 @@ def test_a_run_that_only_saves_at_a_signal_goes_on_and_still_replaces_workers(ru
         started.line("iterates")
         os.killpg(started.pid, number)
         assert started.wait() == 0, started.told()
-        assert started.line("went on").split()[1] == "3"
+        assert int(started.line("went on").split()[1]) >= 3  # the signal may end a fork server, and its start too
 
 
 def test_a_worker_is_deaf_to_what_is_meant_for_main(runs):
