@@ -17,6 +17,22 @@ settings.register_profile("soak", settings.get_profile("default"), max_examples=
 settings.load_profile("soak" if os.environ.get("TOKENPIPE_SOAK") else "default")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: "list[pytest.Item]") -> None:
+    """Of the cases of a function that is marked `sampled(n)`, n run, spread over the list; all with TOKENPIPE_SOAK."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not os.environ.get("TOKENPIPE_SOAK"):
+            cases.setdefault((str(item.path), getattr(item, "originalname", item.name)), []).append(item)
+    left_out = set()
+    for found in cases.values():
+        most = found[0].get_closest_marker("sampled").args[0]
+        chosen = {round(i * (len(found) - 1) / max(1, most - 1)) for i in range(most)}
+        left_out |= {item for i, item in enumerate(found) if i not in chosen}
+    if left_out and not any("[" in argument for argument in config.invocation_params.args):  # asked for by name: runs
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture
 def token_file(tmp_path: Path):
     """token_file(name, tokens): a raw uint16 file whose token k is (k * 7 + salt) % 50_000, and its path."""

@@ -1,5 +1,6 @@
 """The benchmarks run and print their tables; what the figures are is no matter here."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ ROWS = {
         "in process",
         "**tokenpipe**",
         "tokenpipe, one worker",
-        "grain, mp_prefetch",
+        *(["grain, mp_prefetch"] if importlib.util.find_spec("grain") else []),
         "StatefulDataLoader(graph)",
         "StatefulDataLoader, batches by hand",
         "StatefulDataLoader, row by row",

@@ -35,6 +35,7 @@ from processes import (
 from tokenpipe.datapipes.errors import TokenpipeError, WorkerDiedError, WorkerError, WorkerStalledError
 from tokenpipe.reading_services import DataLoader2, MultiProcessingReadingService
 
+pytestmark = pytest.mark.sampled(3)  # each case starts processes
 METHODS = ["fork", "spawn", "forkserver"]
 SOAK = bool(os.environ.get("TOKENPIPE_SOAK"))
 

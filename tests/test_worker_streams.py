@@ -40,7 +40,7 @@ from tokenpipe.reading_services import DataLoader2, InProcessReadingService, Mul
 
 METHODS = ["fork", "spawn", "forkserver"]
 SOAK = bool(os.environ.get("TOKENPIPE_SOAK"))
-pytestmark = pytest.mark.filterwarnings("ignore:a resume of this stream")
+pytestmark = [pytest.mark.filterwarnings("ignore:a resume of this stream"), pytest.mark.sampled(3)]
 
 
 def scaled(full: int, short: int) -> int:

@@ -36,6 +36,7 @@ from tokenpipe.reading_services import (
     WorkerInfo,
 )
 
+pytestmark = pytest.mark.sampled(3)  # each case starts processes
 METHODS = ["fork", "spawn", "forkserver"]
 SOAK = bool(os.environ.get("TOKENPIPE_SOAK"))
 
