@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -336,8 +335,7 @@ def test_an_exception_in_these_is_raised_with_the_worker_and_nothing_waits(what,
 
 
 @pytest.mark.parametrize("name", ["worker_init_fn", "worker_reset_fn"])
-def test_functions_for_workers_that_cannot_be_pickled_are_named_before_any_process_starts(name, monkeypatch):
-    monkeypatch.setitem(sys.modules, "dill", None)
+def test_functions_for_workers_that_cannot_be_pickled_are_named_before_any_process_starts(name):
     before = descendants()
     with pytest.raises(TokenpipeError, match=name):
         take(loader_of(source(3), 2, "spawn", **{name: functools.partial(take, threading.Lock())}), 1)
