@@ -472,7 +472,7 @@ def test_a_death_and_a_stall_of_one_batch_go_on(runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "kills"), [("fork", scaled(30, 12)), ("forkserver", scaled(30, 3)), ("spawn", scaled(30, 3))]
+    ("method", "kills"), [("fork", scaled(30, 6)), ("forkserver", scaled(30, 3)), ("spawn", scaled(30, 3))]
 )
 def test_two_seconds_after_main_was_killed_nothing_of_it_lives_or_lies_around(runs, tmp_path, method, kills):
     seed = random.randrange(10**9)
@@ -590,7 +590,7 @@ def test_an_interrupted_script_ends_cleanly_and_the_next_run_works(runs, tmp_pat
     seed = random.randrange(10**9)
     print("seed", seed)
     draw = random.Random(seed)
-    for k in range(scaled(20, 4 if method == "fork" else 2)):
+    for k in range(scaled(20, 2)):
         before = in_shm()
         with main("interrupted", tmp_path, method, cwd=tmp_path) as started:
             started.line("iterates")
