@@ -94,10 +94,10 @@ class ReadAhead:
 
 
 class Counted:
-    """An iterator, how many items it has given, and whether it is through."""
+    """An iterator, how many items it has given, with those before it began, and whether it is through."""
 
-    def __init__(self, items: Iterator[Any]) -> None:
-        self._items, self.delivered, self.through = items, 0, False
+    def __init__(self, items: Iterator[Any], delivered: int = 0) -> None:
+        self._items, self.delivered, self.through = items, delivered, False
 
     def __iter__(self) -> "Counted":
         return self

@@ -124,12 +124,11 @@ class MultiProcessingReadingService(InProcessReadingService):
             return super().iterate(datapipe)
         if isinstance(datapipe, FullSync):  # the ranks' main processes talk with each other, not their workers
             return _agreed(datapipe, self.iterate(datapipe.datapipe))
-        items = self._streamed(datapipe) if isinstance(datapipe, IterDataPipe) else self._numbered(datapipe)
-        self._items = items if isinstance(items, StreamedItems) else Counted(items)
+        self._items = self._streamed(datapipe) if isinstance(datapipe, IterDataPipe) else self._numbered(datapipe)
         self._places = [BEGINNING] * self.num_workers
         return self._items
 
-    def _numbered(self, graph: DataPipe) -> NumberedItems:
+    def _numbered(self, graph: DataPipe) -> Counted:
         pool = self._pool_for(elastic=True, dispatched=False)
         if isinstance(graph, IndexedDataPipe):
             self._graph, first = graph, 0
@@ -137,7 +136,8 @@ class MultiProcessingReadingService(InProcessReadingService):
             first = self._places[0]["items"]
         most = max(1, self.worker_prefetch_cnt)
         ahead = most * len(pool) + self.main_prefetch_cnt
-        return NumberedItems(pool, graph, self.worker_init_fn, ahead, most, self._pinned(), first)
+        items = NumberedItems(pool, graph, self.worker_init_fn, ahead, most, self._pinned(), first)
+        return Counted(items, first)
 
     def _streamed(self, graph: DataPipe) -> StreamedItems:
         lowest = split(graph)

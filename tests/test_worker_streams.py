@@ -177,6 +177,17 @@ def test_map_style_graphs_of_torch_run_in_workers_too():
                 assert sorted({*list(loader)}) == [10 * k for k in range(7)]
 
 
+def test_a_map_style_graph_saved_after_a_resume_goes_on_from_there():
+    graph = SequenceWrapper(list(range(20))).map(tenfold)
+    found, state = [], None
+    for count in (5, 3, 12):
+        loader = loader_of(graph) if state is None else DataLoader2.from_state(state, graph, service(2))
+        with loader:
+            found += take(loader, count)
+            state = loader.state_dict()
+    assert found == [10 * k for k in range(20)]
+
+
 def test_infinite_streams_are_read_ahead_by_so_much_only(tmp_path):
     log = Log(tmp_path / "made.log")
     graph = IterableWrapper(range(10**9), deepcopy=False).sharding_filter().map(log)
