@@ -4,9 +4,11 @@ Indexed graphs need none of this: their seeds are arguments of their nodes.
 """
 
 import hashlib
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data.datapipes.iter import ShardingFilter
 
@@ -15,7 +17,7 @@ from ..datapipes._torch import DataPipe
 from ..datapipes.core import MAX_NUMBER
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError, StateError
 
-__all__ = ["SeedGenerator", "set_datapipes_seed", "set_graph_random_seed"]
+__all__ = ["SeedGenerator", "set_datapipes_seed", "set_graph_random_seed", "set_process_random_seed"]
 
 
 class SeedGenerator:
@@ -113,6 +115,15 @@ def set_graph_random_seed(datapipe: DataPipe, seed_generator: SeedGenerator) -> 
     set_datapipes_seed(list(before.values()), seed_generator, distributed_shared=True)
     set_datapipes_seed(list_dps(graph, exclude_dps=filters), seed_generator, distributed_shared=False)
     return datapipe
+
+
+def set_process_random_seed(datapipe: DataPipe, seed_generator: SeedGenerator) -> None:
+    """Seeds a process that runs this stream alone: its global generators (random, numpy, torch), then the graph."""
+    seed = seed_generator.generate_seed()
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+    set_graph_random_seed(datapipe, seed_generator)
 
 
 def _shards(node: DataPipe) -> bool:

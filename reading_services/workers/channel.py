@@ -50,7 +50,7 @@ class ChannelClosed(Exception):
 
 
 class Item:
-    """An item that has arrived, still taken apart: `Channel.open` makes it."""
+    """An item that has arrived, still taken apart: `Channel.read` opens it."""
 
     __slots__ = ("pickled", "places", "size", "slot")
 

@@ -15,21 +15,18 @@ Messages to a worker:       (ITEM, turn, item), (END, turn), (ERROR, turn, Raise
 
 import contextlib
 import pickle
-import random
 import select
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from ...datapipes._torch import DataPipe, IterDataPipe, apply_sharding
 from ...datapipes.names import inputs_of, named_nodes, node_names
 from ...datapipes.streaming import ShardingRoundRobinDispatcher
 from ..interface import items_of
-from ..seeds import SeedGenerator, set_graph_random_seed
+from ..seeds import SeedGenerator, set_process_random_seed
 from .channel import Channel, ChannelClosed
 from .packing import packed, unpacked
 from .pickled import from_bytes, to_bytes
@@ -131,11 +128,7 @@ class DispatchWork:
         graph, _ = from_bytes(self._data)
         apply_sharding(graph, 1, 0, SHARDING_PRIORITIES.MULTIPROCESSING)
         seeds = SeedGenerator.from_state(self._seeds).spawn(-1)
-        seed = seeds.generate_seed()
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        torch.manual_seed(seed)
-        set_graph_random_seed(graph, seeds)
+        set_process_random_seed(graph, seeds)
         lines.names = node_names(graph)
         return graph
 

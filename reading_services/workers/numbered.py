@@ -14,12 +14,10 @@ from ...datapipes.core import IndexedDataPipe
 from ...datapipes.kernels import load_kernels
 from ..interface import WorkerInfo
 from .channel import Channel, Item
-from .packing import unpacked
 from .pickled import from_bytes, to_bytes
 from .pool import Pool
 from .process import Lines
-from .raised import RaisedError
-from .turns import paced, task_size, tasks_for
+from .turns import given_up, opened, paced, task_size, tasks_for
 
 __all__ = ["NumberedItems"]
 
@@ -111,16 +109,10 @@ class NumberedItems:
                 raise StopIteration
             self._pool.receive(wait=True)
             self._deal()
-        found = self._ready[self._next]
-        if isinstance(found, Exception):
-            raise found
-        if isinstance(found, RaisedError):
-            raise found.error()
-        channel, item = found
-        value = unpacked(*channel.read(item))
+        value = opened(self._ready[self._next], self._pinned)
         del self._ready[self._next]
         self._next += 1
-        return value if self._pinned is None else self._pinned(value)
+        return value
 
     def _deal(self) -> None:
         self._size = task_size(self._pace, min(self._most, max(1, self._ahead // 3)))
@@ -137,8 +129,7 @@ class NumberedItems:
     def close(self) -> None:
         """Drops what was made ahead."""
         for found in self._ready.values():
-            if isinstance(found, tuple):
-                found[0].drop(found[1])
+            given_up(found)
         self._ready.clear()
         self._pool.finish(self)
 

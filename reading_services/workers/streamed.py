@@ -5,27 +5,22 @@ worker 1       b0      b1  b2  b3 │      one that is through is left out from 
 worker 2          c0 │
 """
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from ...datapipes._torch import DataPipe, apply_sharding
 from ..interface import WorkerInfo
-from ..seeds import SeedGenerator, set_graph_random_seed
+from ..seeds import SeedGenerator, set_process_random_seed
 from ..streams import Snapshot, StreamShard, later
 from .channel import Channel, Item
 from .dispatch import DispatchWork, attach
-from .packing import unpacked
 from .pickled import from_bytes
 from .pool import Pool
 from .process import Lines
-from .raised import RaisedError
-from .turns import paced, task_size, tasks_for
+from .turns import given_up, opened, paced, task_size, tasks_for
 
 __all__ = ["StreamedItems", "StreamedWork"]
 
@@ -59,11 +54,7 @@ class StreamedWork:
                 graph = beside["worker_init_fn"](graph, info)
             _Graph.graph, _Graph.reset_fn, _Graph.data = graph, beside["worker_reset_fn"], self._data
         graph, seeds = _Graph.graph, SeedGenerator.from_state(self._seeds).spawn(worker)
-        seed = seeds.generate_seed()
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        torch.manual_seed(seed)
-        set_graph_random_seed(graph, seeds)
+        set_process_random_seed(graph, seeds)
         if _Graph.reset_fn is not None:
             graph = _Graph.graph = _Graph.reset_fn(graph, info, seeds)
         attach(lines, self._place["ended"])
@@ -146,15 +137,8 @@ class StreamedItems:
                 if found is None:
                     shard.through = True
                     shard.waiting.clear()
-                elif isinstance(found, Exception):
-                    raise found
-                elif isinstance(found, RaisedError):
-                    raise found.error()
                 else:
-                    channel, item = found
-                    value = unpacked(*channel.read(item))
-                    if self._pinned is not None:
-                        value = self._pinned(value)
+                    value = opened(found, self._pinned)
                     self._before = (shard, shard.place, shard.after, shard.given)
                     shard.waiting.popleft()
                     shard.given += 1
@@ -189,8 +173,7 @@ class StreamedItems:
         """Drops what was made ahead."""
         for shard in self._shards:
             for found, _ in shard.waiting:
-                if isinstance(found, tuple):
-                    found[0].drop(found[1])
+                given_up(found)
             shard.waiting.clear()
             shard.closed = True
         self._pool.finish(self)

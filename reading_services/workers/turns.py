@@ -3,12 +3,15 @@ cut into tasks.
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from .channel import Channel, Item
+from .packing import unpacked
 from .process import Process
+from .raised import RaisedError
 
-__all__ = ["Seat", "Turn", "paced", "task_size", "tasks_for"]
+__all__ = ["Seat", "Turn", "given_up", "opened", "paced", "task_size", "tasks_for"]
 
 TASK_SECONDS = 1e-3
 MOST_TASKS = 5  # of a worker: with two messages more, a socket takes them while nobody reads
@@ -50,6 +53,24 @@ class Seat:
         self.tasks: deque[list[int]] = deque()  # [next, stop] of what was dealt and has not come
         self.since = 0.0  # when it last told something, or was given something to do
         self.looked_at = 0.0  # when it was found to be slow, and left at it
+
+
+def opened(found: Any, pinned: "Callable[[Any], Any] | None") -> Any:
+    """The item of what has arrived; where an error came instead, that is raised."""
+    if isinstance(found, Exception):
+        raise found
+    if isinstance(found, RaisedError):
+        raise found.error()
+    channel, item = found
+    value = unpacked(*channel.read(item))
+    return value if pinned is None else pinned(value)
+
+
+def given_up(found: Any) -> None:
+    """Gives back what has arrived and nobody wants."""
+    if isinstance(found, tuple):
+        channel, item = found
+        channel.drop(item)
 
 
 def paced(pace: float, seconds: float) -> float:

@@ -40,7 +40,7 @@ class Work(Protocol):
     def begin(self, lines: Lines, worker: int) -> Any:
         """Makes ready; gives the graph, for its names."""
 
-    def items(self, start: int, stop: int) -> "Iterator[tuple[Any, bytes | None]]":
+    def items(self, start: int, stop: int) -> "Iterator[tuple[Any, Any]]":
         """The items of these numbers, each with a snapshot of where the graph stands, if one is due. Ends early
         where there are no more.
         """
@@ -107,7 +107,7 @@ def _begun(lines: Lines, turn: int, work: bytes, worker: int, process: str) -> "
 def _make(lines: Lines, turn: int, work: Work, start: int, stop: int, process: str) -> None:
     """Makes items and sends them, quick ones together: a message wakes up the main process, which costs as much."""
     channel, number = lines.channel, start
-    made: list[tuple[float, bytes | None, tuple[Any, ...]]] = []
+    made: list[tuple[float, Any, tuple[Any, ...]]] = []
     first = began = perf_counter()
 
     def send() -> None:
