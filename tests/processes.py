@@ -15,6 +15,13 @@ MARK = "TOKENPIPE_TESTS_MARK"
 HERE = Path(__file__).resolve().parent
 PATIENCE = 60.0
 """Seconds for what must happen, on a machine that has much else to do."""
+METHODS = ["fork", "spawn", "forkserver"]
+SOAK = bool(os.environ.get("TOKENPIPE_SOAK"))
+
+
+def scaled(full: int, short: int) -> int:
+    """A count: the full one when soaking."""
+    return full if SOAK else short
 
 
 def state_of(pid: int) -> str:

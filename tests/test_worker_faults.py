@@ -19,6 +19,7 @@ import pytest
 import faulty
 from faulty import ACTS, MICRO, Act, Log, Nap, Runs, first
 from processes import (
+    METHODS,
     PATIENCE,
     alive,
     children,
@@ -29,6 +30,7 @@ from processes import (
     in_shm,
     left_in_shm,
     main,
+    scaled,
     state_of,
     wait_for,
 )
@@ -36,12 +38,6 @@ from tokenpipe.datapipes.errors import TokenpipeError, WorkerDiedError, WorkerEr
 from tokenpipe.reading_services import DataLoader2, MultiProcessingReadingService
 
 pytestmark = pytest.mark.sampled(2)  # each case starts processes
-METHODS = ["fork", "spawn", "forkserver"]
-SOAK = bool(os.environ.get("TOKENPIPE_SOAK"))
-
-
-def scaled(full: int, short: int) -> int:
-    return full if SOAK else short
 
 
 @pytest.fixture

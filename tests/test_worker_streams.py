@@ -23,7 +23,7 @@ from torch.utils.data.datapipes.map import SequenceWrapper
 
 import faulty
 from faulty import Act, Globals, Info, Log, Nap, RaisesAtOnce, Seed, Tick, alike, tenfold, with_pid
-from processes import alive, descendants, gone, is_server, wait_for
+from processes import METHODS, SOAK, alive, descendants, gone, is_server, scaled, wait_for
 from tokenpipe.datapipes.errors import (
     IteratorInvalidatedError,
     LoaderError,
@@ -37,13 +37,7 @@ from tokenpipe.datapipes.errors import (
 )
 from tokenpipe.reading_services import DataLoader2, InProcessReadingService, MultiProcessingReadingService, WorkerInfo
 
-METHODS = ["fork", "spawn", "forkserver"]
-SOAK = bool(os.environ.get("TOKENPIPE_SOAK"))
 pytestmark = [pytest.mark.filterwarnings("ignore:a resume of this stream"), pytest.mark.sampled(3)]
-
-
-def scaled(full: int, short: int) -> int:
-    return full if SOAK else short
 
 
 def source(n: int) -> Any:

@@ -20,7 +20,20 @@ import torch
 
 import faulty
 from faulty import MICRO, Act, Gate, Log, Nap, Runs, alike, first
-from processes import HERE, alive, command, descendants, environment, gone, is_server, main, switches, wait_for
+from processes import (
+    HERE,
+    METHODS,
+    alive,
+    command,
+    descendants,
+    environment,
+    gone,
+    is_server,
+    main,
+    scaled,
+    switches,
+    wait_for,
+)
 from tokenpipe.datapipes import IndexedDataPipe, Topology
 from tokenpipe.datapipes.errors import (
     ArgumentTypeError,
@@ -37,12 +50,6 @@ from tokenpipe.reading_services import (
 )
 
 pytestmark = pytest.mark.sampled(3)  # each case starts processes
-METHODS = ["fork", "spawn", "forkserver"]
-SOAK = bool(os.environ.get("TOKENPIPE_SOAK"))
-
-
-def scaled(full: int, short: int) -> int:
-    return full if SOAK else short
 
 
 @pytest.fixture
