@@ -1,11 +1,12 @@
 """The loader: what iterating, moving, changing, breaking off and shutting down do, on both kinds of graph."""
 
-import _thread
 import copy
 import gc
 import random
-import threading
+import sys
+import time
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from tokenpipe.reading_services import (
     SeedGenerator,
     WorkerInfo,
 )
+from tokenpipe.reading_services.in_process import ReadAhead
 
 
 class Runs:
@@ -84,8 +86,14 @@ def loader_of(graph: Any, prefetch_cnt: int = 0, **settings: Any) -> DataLoader2
 
 
 def prefetching_threads() -> int:
-    """Threads that the threading module does not know: a prefetching one is started without it."""
-    return _thread._count() + 1 - threading.active_count()
+    """How many threads are inside a ReadAhead. One that has just let its reader go gets a second to return."""
+    deadline = time.monotonic() + 1.0
+    while True:
+        stacks = [[frame.f_code for frame, _ in walk_stack(top)] for top in sys._current_frames().values()]
+        count = sum(ReadAhead._run.__code__ in stack for stack in stacks)
+        if count == 0 or time.monotonic() > deadline:
+            return count
+        time.sleep(0.01)
 
 
 # The example --------------------------------------------------------------------------------------------
