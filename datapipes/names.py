@@ -17,6 +17,7 @@ from typing import Any
 
 from ._torch import DataPipe, IterDataPipe, MapDataPipe
 from .core import IndexedDataPipe
+from .wrapped import kind_of
 
 __all__ = ["inputs_of", "named_nodes", "node_names"]
 
@@ -75,7 +76,7 @@ def _datapipes_in(value: Any, depth: int = 0) -> Iterator[DataPipe]:
 
 def functional_name_of(node: DataPipe) -> str:
     """The verb that makes such a node, or its class in lower case where there is none."""
-    kind = type(node)
+    kind = kind_of(node)
     if name := vars(kind).get("functional_name") or (
         isinstance(node, IndexedDataPipe) and getattr(kind, "functional_name", "")
     ):

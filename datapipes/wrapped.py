@@ -1,0 +1,208 @@
+"""A node with something around it: what an adapter puts on to measure, guard or hand over its items.
+
+The graph keeps its shape, and the node its class, name, settings and state: it becomes an instance of a subclass of its
+own class, made here, whose items pass through the node's *wrappers*, the innermost first:
+
+    iter(map) = timeout.stream(map, begin = lambda: profile.stream(map, begin = lambda: Mapper.__iter__(map)))
+
+An indexed node that re-orders has no items of its own, only numbers: it is entered by `route`, and a wrapper that wants
+items is put around the next node above that makes some.
+"""
+
+import copyreg
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from ._torch import DataPipe, IterDataPipe, MapDataPipe
+from .core import IndexedDataPipe
+
+__all__ = ["Wrapper", "kind_of", "with_wrapper", "without_wrapper", "wrappers_of"]
+
+
+class Wrapper:
+    """Something around a node: a subclass overrides what it needs to see. One is made for each node, and pickles.
+
+    `kind` is the adapter's word for it ("profile"); `label` what trees and drawings show.
+    """
+
+    kind: str = ""
+    in_main_process: bool = False
+    """Whether it belongs to the process of the training loop, where workers make the items."""
+
+    @property
+    def label(self) -> str:
+        return self.kind
+
+    def items(self, node: DataPipe, begin: "Callable[[], Iterator[Any]]") -> "Iterator[Any]":
+        """The items of an iteration; `begin()` begins the node's own."""
+        return begin()
+
+    def stream(self, node: DataPipe, begin: "Callable[[], Iterator[Any]]") -> "Iterator[Any]":
+        """The same where the node is one of a stream."""
+        return self.items(node, begin)
+
+    def apply(self, node: DataPipe, function: "Callable[[Any], Any]", item: Any) -> Any:
+        """One call of a stream's node that is a function of each item (torch's map, collate, filter)."""
+        return function(item)
+
+    def iterate(self, node: IndexedDataPipe, begin: "Callable[[int], Iterator[Any]]", start: int) -> "Iterator[Any]":
+        """The items of an indexed node from number `start` on; `begin(n)` begins the node's own at n."""
+        return self.items(node, partial(begin, start))
+
+    def fetch(self, node: IndexedDataPipe, fetch: "Callable[[Any], Any]", numbers: Any) -> Any:
+        """The items of some numbers of an indexed node."""
+        return fetch(numbers)
+
+    def item(self, node: MapDataPipe, get: "Callable[[Any], Any]", index: Any) -> Any:
+        """One item of a map-style node of torch's."""
+        return get(index)
+
+    def numbers(self, node: IndexedDataPipe, function: "Callable[..., Any]", *arguments: Any) -> Any:
+        """A call that an indexed node answers by numbers: `route`, `starts`, `sample_numbers`."""
+        return function(*arguments)
+
+
+def wrappers_of(node: DataPipe) -> "tuple[Wrapper, ...]":
+    """What is around a node, the innermost first."""
+    return vars(node).get("_wrappers", ())
+
+
+def kind_of(node: DataPipe) -> type:
+    """The class that a node was built as."""
+    return vars(type(node)).get("_unwrapped", type(node))
+
+
+def with_wrapper(node: DataPipe, wrapper: Wrapper) -> DataPipe:
+    """The same node, which the caller owns, with one more around it."""
+    vars(node)["_wrappers"] = (*wrappers_of(node), wrapper)
+    node.__class__ = _wrapped_class(kind_of(node))
+    return node
+
+
+def without_wrapper(node: DataPipe, unwanted: "Callable[[Wrapper], bool]") -> DataPipe:
+    """The same node, which the caller owns, without the wrappers of which `unwanted` is true."""
+    kept = tuple(wrapper for wrapper in wrappers_of(node) if not unwanted(wrapper))
+    if kept:
+        vars(node)["_wrappers"] = kept
+    elif vars(node).pop("_wrappers", None):
+        node.__class__ = kind_of(node)
+    return node
+
+
+def as_kind(node: DataPipe, kind: type) -> None:
+    """Makes a node one of another class, which goes by the same attributes; what is around it stays."""
+    node.__class__ = _wrapped_class(kind) if wrappers_of(node) else kind
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def _wrapped_class(kind: type) -> type:
+    """The subclass of a node's class whose items pass through the wrappers."""
+    if kind not in _CLASSES:
+        same = {name: getattr(kind, name) for name in ("__module__", "__name__", "__qualname__", "__doc__")}
+        made = type(kind)(kind.__name__, (kind,), {**same, "_unwrapped": kind})
+        made.__reduce_ex__ = _reducing(kind)
+        # set, not given to torch's metaclass: that would count what is begun below as another iterator of the node
+        for name, method in _methods(kind).items():
+            setattr(made, name, method)
+        _CLASSES[kind] = made
+    return _CLASSES[kind]
+
+
+def _methods(kind: type) -> "dict[str, Any]":
+    if issubclass(kind, IndexedDataPipe):
+        found = {"iterate": _iterating(kind)}
+        if (
+            kind.fetch is not IndexedDataPipe.fetch
+        ):  # else the node only re-orders: it must not look as if it made items
+            found["fetch"] = _fetching(kind)
+        return found | {
+            name: _numbering(kind, name) for name in ("route", "starts", "sample_numbers") if hasattr(kind, name)
+        }
+    if issubclass(kind, IterDataPipe):
+        functions = [name for name in ("_apply_fn", "_returnIfTrue") if hasattr(kind, name)]
+        return {"__iter__": _streaming(kind)} | {name: _applying(kind, name) for name in functions}
+    return {"__getitem__": _getting(kind)}
+
+
+def _streaming(kind: Any) -> "Callable[..., Any]":
+    def __iter__(self: Any) -> "Iterator[Any]":
+        begin: Callable[[], Iterator[Any]] = lambda: iter(kind.__iter__(self))  # noqa: E731
+        for wrapper in wrappers_of(self):
+            begin = partial(wrapper.stream, self, begin)
+        return begin()
+
+    return __iter__
+
+
+def _applying(kind: Any, name: str) -> "Callable[..., Any]":
+    inner = getattr(kind, name)
+
+    def apply(self: Any, item: Any) -> Any:
+        function = partial(inner, self)
+        for wrapper in wrappers_of(self):
+            function = partial(wrapper.apply, self, function)
+        return function(item)
+
+    return apply
+
+
+def _iterating(kind: Any) -> "Callable[..., Any]":
+    fetches = kind.iterate is IndexedDataPipe.iterate and kind.fetch is not IndexedDataPipe.fetch
+
+    def iterate(self: Any, start: int = 0, stop: "int | None" = None) -> "Iterator[Any]":
+        begin: Callable[[int], Iterator[Any]] = lambda at: kind.iterate(self, at, stop)  # noqa: E731
+        for wrapper in wrappers_of(self):
+            if not (fetches and type(wrapper).fetch is not Wrapper.fetch):  # it sees them as they are fetched
+                begin = partial(wrapper.iterate, self, begin)
+        return begin(start)
+
+    return iterate
+
+
+def _fetching(kind: Any) -> "Callable[..., Any]":
+    def fetch(self: Any, numbers: Any, columns: Any = None) -> Any:
+        function: Callable[[Any], Any] = lambda wanted: kind.fetch(self, wanted, columns)  # noqa: E731
+        for wrapper in wrappers_of(self):
+            function = partial(wrapper.fetch, self, function)
+        return function(numbers)
+
+    return fetch
+
+
+def _numbering(kind: Any, name: str) -> "Callable[..., Any]":
+    inner = getattr(kind, name)
+
+    def numbers(self: Any, *arguments: Any) -> Any:
+        function = partial(inner, self)
+        for wrapper in wrappers_of(self):
+            function = partial(wrapper.numbers, self, function)
+        return function(*arguments)
+
+    return numbers
+
+
+def _getting(kind: Any) -> "Callable[..., Any]":
+    def __getitem__(self: Any, index: Any) -> Any:
+        function = partial(kind.__getitem__, self)
+        for wrapper in wrappers_of(self):
+            function = partial(wrapper.item, self, function)
+        return function(index)
+
+    return __getitem__
+
+
+def _reducing(kind: Any) -> "Callable[..., Any]":
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        made = kind.__reduce_ex__(self, protocol)
+        if isinstance(made, tuple) and made[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return (_empty, (kind, *made[1][1:]), *made[2:])
+        return made  # a class with a way of its own, or torch looking through the graph
+
+    return __reduce_ex__
+
+
+def _empty(kind: Any, *arguments: Any) -> Any:
+    return kind.__new__(_wrapped_class(kind), *arguments)
