@@ -11,15 +11,17 @@ A name holds the way from the nearest node above that has several inputs, so wha
 name on it. A node that several others share has the name of the first way to it.
 """
 
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from ._torch import DataPipe, IterDataPipe, MapDataPipe
 from .core import IndexedDataPipe
 from .wrapped import kind_of
 
-__all__ = ["inputs_of", "named_nodes", "node_names"]
+__all__ = ["inputs_of", "named_nodes", "node_names", "where_in_frames", "where_of"]
 
 MOST_ITEMS = 10_000  # of one list that inputs are looked for in: longer ones are data
 
@@ -89,3 +91,37 @@ def functional_name_of(node: DataPipe) -> str:
     for ending in ("IterDataPipe", "MapDataPipe", "DataPipe"):
         name = name.removesuffix(ending) or name
     return name.strip("_").lower() or "datapipe"
+
+
+# Where ----------------------------------------------------------------------------------------------------
+
+
+def where_of(error: BaseException, names: "Mapping[int, str]") -> str:
+    """The innermost node that an exception came through, by its name; "" for none.
+
+    Args:
+        names: `node_names` of the graph that ran.
+    """
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        found = _node_of(trace.tb_frame, names) or found
+        trace = trace.tb_next
+    return found
+
+
+def where_in_frames(frame: "FrameType | None", names: "Mapping[int, str]") -> "tuple[str, str]":
+    """(the innermost node in a stack that runs, by its name, or ""; the stack as text, its innermost call last).
+
+    Args:
+        frame: the stack's innermost frame, as `sys._current_frames()` gives it.
+    """
+    text = "" if frame is None else "".join(traceback.format_stack(frame)).rstrip("\n")
+    while frame is not None:
+        if node := _node_of(frame, names):
+            return node, text
+        frame = frame.f_back
+    return "", text
+
+
+def _node_of(frame: FrameType, names: "Mapping[int, str]") -> str:
+    return names.get(id(frame.f_locals.get("self")), "")

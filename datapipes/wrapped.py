@@ -102,7 +102,7 @@ def _wrapped_class(kind: type) -> type:
     """The subclass of a node's class whose items pass through the wrappers."""
     if kind not in _CLASSES:
         same = {name: getattr(kind, name) for name in ("__module__", "__name__", "__qualname__", "__doc__")}
-        made = type(kind)(kind.__name__, (kind,), {**same, "_unwrapped": kind})
+        made: Any = type(kind)(kind.__name__, (kind,), {**same, "_unwrapped": kind})
         made.__reduce_ex__ = _reducing(kind)
         # set, not given to torch's metaclass: that would count what is begun below as another iterator of the node
         for name, method in _methods(kind).items():

@@ -23,12 +23,13 @@ from ..datapipes._torch import DataPipe, IterDataPipe, MapDataPipe, apply_shardi
 from ..datapipes.core import IndexedDataPipe, nodes_of
 from ..datapipes.errors import LoaderError, LoaderWarning, StateError, StateMismatchError, TopologyError
 from ..datapipes.full_sync import FullSync
+from ..datapipes.items import items_of
 from ..datapipes.names import named_nodes
 from ..datapipes.rank_group import RankGroup, as_timeout, rank_and_ranks, ranks_text
 from ..datapipes.rank_zero import warn
 from ..datapipes.shard import RankSharder
 from .in_process import Counted, InProcessReadingService
-from .interface import CheckpointableReadingServiceInterface, items_of
+from .interface import CheckpointableReadingServiceInterface
 from .parse import check_keys, check_number, parse_json
 from .seeds import SeedGenerator, set_graph_random_seed
 from .stream_state import MOST_BYTES, canonical

@@ -1,7 +1,5 @@
 """The service that runs a graph in the main process, with a thread that reads ahead if asked for."""
 
-import _thread
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,84 +11,17 @@ from ..datapipes.combine import Mapper
 from ..datapipes.core import IndexedDataPipe, as_count
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError, LoaderError, StateError
 from ..datapipes.full_sync import FullSync
-from .interface import CheckpointableReadingServiceInterface, WorkerInfo, items_of
+from ..datapipes.items import ReadAhead, items_of
+from ..datapipes.streaming.shard import BEGINNING, Delivered, Snapshot, StreamShard, parse_snapshot
+from .interface import CheckpointableReadingServiceInterface, WorkerInfo
 from .parse import check_keys, parse_json
 from .run import IndexedRun
 from .seeds import SeedGenerator, set_graph_random_seed
 from .stream_state import MOST_BYTES, canonical
-from .streams import BEGINNING, Delivered, Snapshot, StreamShard, parse_snapshot
 
 __all__ = ["Counted", "InProcessReadingService", "parse_places"]
 
 _WORKER = WorkerInfo(num_workers=1, worker_id=0)
-_END, _ERROR, _ITEM = range(3)
-
-
-class ReadAhead:
-    """An iterator whose items a thread makes, at most `depth` ahead of the reader.
-
-    A ring of slots, each with two bare locks: `free` to be filled, `full` to be read. Bare on purpose: a signal in
-    the middle of queue.Queue, a semaphore or threading.Thread.start, which are Python, can leave their inner
-    locks held for ever, and one that is handled in SimpleQueue.get can lose a wake-up; a lock's acquire cannot.
-    """
-
-    def __init__(self, items: Iterator[Any], depth: int) -> None:
-        self._slots: list[Any] = [None] * depth
-        self._free = [_thread.allocate_lock() for _ in range(depth)]
-        self._full = [_thread.allocate_lock() for _ in range(depth)]
-        self._running = _thread.allocate_lock()
-        for lock in (*self._full, self._running):
-            lock.acquire()
-        self._at, self._stopped = 0, False
-        _thread.start_new_thread(self._run, (items,))
-
-    def _run(self, items: Iterator[Any]) -> None:
-        at = 0
-        found: tuple[int, Any] = (_ITEM, None)
-        try:
-            while found[0] == _ITEM:
-                self._free[at % len(self._slots)].acquire()
-                if self._stopped:
-                    return
-                try:
-                    found = (_ITEM, next(items))
-                except StopIteration:
-                    found = (_END, None)
-                except BaseException as error:  # handed to the reader
-                    found = (_ERROR, error)
-                self._slots[at % len(self._slots)] = found
-                self._full[at % len(self._slots)].release()
-                at += 1
-        finally:
-            self._running.release()
-
-    def __iter__(self) -> "ReadAhead":
-        return self
-
-    def __next__(self) -> Any:
-        if self._stopped:
-            raise StopIteration
-        at = self._at % len(self._slots)
-        self._full[at].acquire()
-        kind, value = self._slots[at]
-        self._slots[at] = None
-        if kind == _ITEM:
-            self._at += 1
-            self._free[at].release()
-            return value
-        self._stopped = True
-        if kind == _ERROR:
-            raise value
-        raise StopIteration
-
-    def close(self) -> None:
-        """Ends the thread; what it made is dropped. Does not wait for an item that is stuck."""
-        self._stopped = True
-        for lock in self._free:  # wakes the thread, which sees that it is stopped
-            with contextlib.suppress(RuntimeError):  # not locked: nobody waits for this one
-                lock.release()
-        if self._running.acquire(timeout=1.0):
-            self._running.release()
 
 
 class Counted:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ..datapipes._torch import DataPipe
-from ..datapipes.core import IndexedDataPipe
+from ..datapipes.items import items_of
 from .seeds import SeedGenerator
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "PauseIteration",
     "ReadingServiceInterface",
     "WorkerInfo",
-    "items_of",
 ]
 
 
@@ -26,15 +25,6 @@ class WorkerInfo(NamedTuple):
 
     num_workers: int
     worker_id: int
-
-
-def items_of(datapipe: DataPipe) -> Iterator[Any]:
-    """The items of a graph of any kind, from its first one on."""
-    if isinstance(datapipe, IndexedDataPipe):
-        return datapipe.iterate(0)
-    if hasattr(datapipe, "__iter__"):
-        return iter(datapipe)
-    return (datapipe[i] for i in range(len(datapipe)))  # torch's map-style nodes
 
 
 class ReadingServiceInterface(ABC):

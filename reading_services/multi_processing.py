@@ -13,11 +13,11 @@ from ..datapipes._torch import DataPipe, IterDataPipe, apply_sharding
 from ..datapipes.core import IndexedDataPipe, as_count
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError
 from ..datapipes.full_sync import FullSync
+from ..datapipes.streaming.shard import BEGINNING, Snapshot, later, say_replayed
 from .in_process import Counted, InProcessReadingService, parse_places
 from .interface import WorkerInfo
 from .seeds import SeedGenerator
 from .stream_state import canonical
-from .streams import BEGINNING, Snapshot, later, say_replayed
 from .workers.dispatch import split, split_bytes
 from .workers.numbered import NumberedItems
 from .workers.pickled import to_bytes

@@ -13,9 +13,10 @@ from typing import Any
 
 from ..datapipes._torch import DataPipe
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError, LoaderWarning, StateError
+from ..datapipes.items import items_of
 from ..datapipes.rank_zero import warn
 from .in_process import InProcessReadingService
-from .interface import CheckpointableReadingServiceInterface, ReadingServiceInterface, items_of
+from .interface import CheckpointableReadingServiceInterface, ReadingServiceInterface
 from .seeds import SeedGenerator
 from .stream_state import canonical
 

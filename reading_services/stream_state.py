@@ -25,10 +25,10 @@ from ..datapipes.full_sync import FullSync
 from ..datapipes.names import inputs_of, named_nodes, node_names
 from ..datapipes.rank_group import rank_and_ranks
 from ..datapipes.streaming.base import StreamingDataPipe, as_plain
+from ..datapipes.streaming.shard import kind_of
 from .interface import CheckpointableReadingServiceInterface, ReadingServiceInterface
 from .parse import check_keys, check_number, parse_json
 from .seeds import SeedGenerator
-from .streams import kind_of
 
 __all__ = ["FORMAT", "MOST_BYTES", "StreamRun", "StreamState", "canonical", "parse_stream_state"]
 

@@ -25,6 +25,7 @@ from tokenpipe.datapipes.errors import (
     LoaderShutdownError,
     LoaderWarning,
 )
+from tokenpipe.datapipes.items import ReadAhead
 from tokenpipe.reading_services import (
     DataLoader2,
     DataLoader2Iterator,
@@ -33,7 +34,6 @@ from tokenpipe.reading_services import (
     SeedGenerator,
     WorkerInfo,
 )
-from tokenpipe.reading_services.in_process import ReadAhead
 
 
 class Runs:

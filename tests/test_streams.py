@@ -35,6 +35,8 @@ from tokenpipe.datapipes.errors import (
     StateError,
     StateMismatchError,
 )
+from tokenpipe.datapipes.items import items_of
+from tokenpipe.datapipes.streaming.shard import BEGINNING, Delivered, later, nodes_without_state
 from tokenpipe.reading_services import (
     CheckpointableReadingServiceInterface,
     DataLoader2,
@@ -44,9 +46,7 @@ from tokenpipe.reading_services import (
     SeedGenerator,
     StreamShard,
 )
-from tokenpipe.reading_services.interface import items_of
 from tokenpipe.reading_services.stream_state import canonical
-from tokenpipe.reading_services.streams import BEGINNING, Delivered, later, nodes_without_state
 
 
 @pytest.fixture

@@ -23,15 +23,15 @@ from typing import Any
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from ...datapipes._torch import DataPipe, IterDataPipe, apply_sharding
-from ...datapipes.names import inputs_of, named_nodes, node_names
+from ...datapipes.items import items_of
+from ...datapipes.names import inputs_of, named_nodes, node_names, where_of
 from ...datapipes.streaming import ShardingRoundRobinDispatcher
-from ..interface import items_of
 from ..seeds import SeedGenerator, set_process_random_seed
 from .channel import Channel, ChannelClosed
 from .packing import packed, unpacked
 from .pickled import from_bytes, to_bytes
 from .process import Lines
-from .raised import RaisedError, where_of
+from .raised import RaisedError
 
 __all__ = ["DispatchWork", "Dispatched", "attach", "run_dispatcher", "split", "split_bytes"]
 

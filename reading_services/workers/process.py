@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from ...datapipes.errors import ArgumentTypeError, ConfigurationError
+from ...datapipes.names import where_in_frames
 from .channel import Channel, ChannelClosed, shared_memory
 
 __all__ = ["Lines", "Process", "context_of"]
@@ -306,8 +307,6 @@ class Lines:
 
     def answer(self, thread: int) -> None:
         """Answers the side line for the thread that computes; ends the process with the main one."""
-        from .raised import where_in_frames
-
         while True:
             try:
                 asked = self._side.recv(64)

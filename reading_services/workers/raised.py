@@ -16,14 +16,13 @@ its own) keeps its arguments, and has these lines as a note (Python 3.10: as its
 import contextlib
 import pickle
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from ...datapipes.errors import WorkerError
 
-__all__ = ["RaisedError", "where_in_frames", "where_of"]
+__all__ = ["RaisedError"]
 
 
 @dataclass(frozen=True)
@@ -211,37 +210,3 @@ def _original(error: BaseException) -> str:
 
     text = _guarded(formatted, error)
     return f"Original {text}" if text.startswith("Traceback") else f"Original Traceback:\n{text}"
-
-
-# Where ----------------------------------------------------------------------------------------------------
-
-
-def where_of(error: BaseException, names: "Mapping[int, str]") -> str:
-    """The innermost node that an exception came through, by its name; "" for none.
-
-    Args:
-        names: `node_names` of the graph that ran.
-    """
-    found, trace = "", error.__traceback__
-    while trace is not None:
-        found = _node_of(trace.tb_frame, names) or found
-        trace = trace.tb_next
-    return found
-
-
-def where_in_frames(frame: "FrameType | None", names: "Mapping[int, str]") -> "tuple[str, str]":
-    """(the innermost node in a stack that runs, by its name, or ""; the stack as text, its innermost call last).
-
-    Args:
-        frame: the stack's innermost frame, as `sys._current_frames()` gives it.
-    """
-    text = "" if frame is None else "".join(traceback.format_stack(frame)).rstrip("\n")
-    while frame is not None:
-        if node := _node_of(frame, names):
-            return node, text
-        frame = frame.f_back
-    return "", text
-
-
-def _node_of(frame: FrameType, names: "Mapping[int, str]") -> str:
-    return names.get(id(frame.f_locals.get("self")), "")

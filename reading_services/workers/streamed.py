@@ -12,9 +12,9 @@ from typing import Any
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from ...datapipes._torch import DataPipe, apply_sharding
+from ...datapipes.streaming.shard import Snapshot, StreamShard, later
 from ..interface import WorkerInfo
 from ..seeds import SeedGenerator, set_process_random_seed
-from ..streams import Snapshot, StreamShard, later
 from .channel import Channel, Item
 from .dispatch import DispatchWork, attach
 from .pickled import from_bytes

@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import Any, Protocol
 
-from ...datapipes.names import node_names
+from ...datapipes.names import node_names, where_of
 from .channel import ChannelClosed
 from .packing import packed
 from .process import Lines
-from .raised import RaisedError, where_of
+from .raised import RaisedError
 
 __all__ = ["BEGIN", "BEGINNING", "BEGUN", "DEAL", "END", "ERROR", "ITEMS", "Work", "run"]
 

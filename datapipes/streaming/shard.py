@@ -28,14 +28,16 @@ from torch.utils.data.datapipes.iter import (
     ShardingFilter,
 )
 
-from ..datapipes._torch import DataPipe, MapDataPipe
-from ..datapipes.core import MAX_NUMBER
-from ..datapipes.errors import LoaderError, LoaderWarning, StateError, StateMismatchError, TokenpipeError
-from ..datapipes.names import inputs_of, named_nodes
-from ..datapipes.rank_zero import warn
-from ..datapipes.streaming import ShardingRoundRobinDispatcher
-from ..datapipes.streaming.base import OUTER, StreamingDataPipe, as_plain
-from .interface import items_of
+from .._torch import DataPipe, MapDataPipe
+from ..core import MAX_NUMBER
+from ..errors import LoaderError, LoaderWarning, StateError, StateMismatchError, TokenpipeError
+from ..items import items_of
+from ..names import inputs_of, named_nodes
+from ..rank_zero import warn
+from ..wrapped import as_kind
+from ..wrapped import kind_of as built_as
+from .base import OUTER, StreamingDataPipe, as_plain
+from .dispatch import ShardingRoundRobinDispatcher
 
 __all__ = ["BEGINNING", "Delivered", "StreamShard", "later", "nodes_without_state", "parse_snapshot", "say_replayed"]
 
@@ -124,8 +126,8 @@ class StreamShard:
         base = dict(BEGINNING) if state is None else parse_snapshot(state)
         self._stateful: dict[str, Any] = {}
         for node, name in named_nodes(datapipe):
-            if type(node) in COUNTED:
-                node.__class__ = COUNTED[type(node)]
+            if built_as(node) in COUNTED:
+                as_kind(node, COUNTED[built_as(node)])
             if has_state(node):
                 begin = getattr(node, "begin_anew", None) or getattr(node, "reset", None)
                 if begin is not None:
@@ -294,7 +296,7 @@ def has_state(node: DataPipe) -> bool:
 
 def kind_of(node: DataPipe) -> type:
     """A node's class, torch's where we count for it."""
-    return ORIGINAL.get(type(node), type(node))
+    return ORIGINAL.get(built_as(node), built_as(node))
 
 
 def nodes_without_state(datapipe: DataPipe) -> "list[str]":
@@ -305,7 +307,7 @@ def nodes_without_state(datapipe: DataPipe) -> "list[str]":
 
 
 def _keeps_place(node: DataPipe) -> bool:
-    kind = type(node)
+    kind = built_as(node)
     if isinstance(node, MapDataPipe):
         return not hasattr(node, "__iter__")
     return has_state(node) or kind in COUNTED or kind in HOLDS_NOTHING
