@@ -7,14 +7,29 @@ skip that a resumed run begins with, journal.py the changes of a run written int
 from .base import Adapter
 from .journal import ApplyJournal
 from .resume import ResumeSkip
-from .surgery import find_dps, list_dps, rewritten, traverse_dps
+from .surgery import (
+    find_dps,
+    insert_after,
+    insert_before,
+    list_dps,
+    map_graph,
+    remove_dp,
+    replace_dp,
+    rewritten,
+    traverse_dps,
+)
 
 __all__ = [
     "Adapter",
     "ApplyJournal",
     "ResumeSkip",
     "find_dps",
+    "insert_after",
+    "insert_before",
     "list_dps",
+    "map_graph",
+    "remove_dp",
+    "replace_dp",
     "rewritten",
     "traverse_dps",
 ]

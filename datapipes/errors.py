@@ -10,6 +10,7 @@ Each is also the built-in that a caller would catch without knowing us:
     │   └── WeightsError                      weights, temperature, caps of a blend
     ├── ArgumentTypeError (TypeError)         an argument's type cannot be used
     ├── OutOfRangeError (IndexError)          a number beyond `end`, an index beyond `len`
+    ├── GraphError (RuntimeError)             a node that is not in the graph, or cannot be cut or adapted there
     ├── TokenFileError (OSError)              a file that is missing, cut, or not what it says
     ├── TokenIdError (ValueError)             a token id that does not fit
     ├── CertificateError (ValueError)         a certificate file that is damaged, or none of ours
@@ -36,6 +37,7 @@ __all__ = [
     "CertificateError",
     "ConfigurationError",
     "DocumentError",
+    "GraphError",
     "IteratorInvalidatedError",
     "JournalError",
     "LoaderError",
@@ -90,6 +92,10 @@ class ArgumentTypeError(TokenpipeError, TypeError):
 
 class OutOfRangeError(TokenpipeError, IndexError):
     """A number at or beyond `end`, or an index at or beyond `len`."""
+
+
+class GraphError(TokenpipeError, RuntimeError):
+    """A node that is not in the graph, or that cannot be cut or adapted where it stands; the message names it."""
 
 
 class TokenFileError(TokenpipeError, OSError):
