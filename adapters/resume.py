@@ -1,17 +1,25 @@
 """Where a resumed run begins."""
 
-from ..datapipes._torch import DataPipe
+from typing import Any
+
+from ..datapipes._torch import DataPipe, IterDataPipe
 from ..datapipes.bound import Skipper
 from ..datapipes.core import IndexedDataPipe, as_count, sample_node
-from ..datapipes.errors import ArgumentTypeError, ConfigurationError
+from ..datapipes.errors import ConfigurationError, GraphError
+from ..datapipes.names import inputs_of, named_nodes
+from ..datapipes.streaming.bound import StreamSkipper
 from .base import Adapter
-from .surgery import rewritten
+from .surgery import mapped, rewired, rewritten
 
 __all__ = ["ResumeSkip"]
 
 
 class ResumeSkip(Adapter):
     """Puts the skip in front of the sharder, or moves it: O(1) on an indexed graph.
+
+    On a stream, whose items have no numbers, each skipped one is made and dropped: those in front of the sharding
+    filter, or, where there is none, those that the graph gives. (A loader's state goes on without that, where the nodes
+    have one.)
 
     Args:
         consumed_samples: the run's samples that are done, over all ranks.
@@ -22,11 +30,11 @@ class ResumeSkip(Adapter):
     def __init__(self, consumed_samples: int) -> None:
         self.consumed_samples = as_count("consumed_samples", consumed_samples, 0)
 
-    def __call__(self, datapipe: DataPipe) -> IndexedDataPipe:
-        if not isinstance(datapipe, IndexedDataPipe):
-            raise ArgumentTypeError(
-                f"a stream ({type(datapipe).__name__}) has no sample numbers, so it cannot be skipped to one"
-            )
+    def __call__(self, datapipe: DataPipe) -> DataPipe:
+        return self.of_indexed(datapipe) if isinstance(datapipe, IndexedDataPipe) else self._of_stream(datapipe)
+
+    def of_indexed(self, datapipe: IndexedDataPipe) -> IndexedDataPipe:
+        """The same of an indexed graph."""
         node = sample_node(datapipe)
         order = node.datapipe if isinstance(node, Skipper) else node
         samples = self.consumed_samples - order.first_sample
@@ -36,3 +44,23 @@ class ResumeSkip(Adapter):
             )
         begun = Skipper(order, samples) if samples else order
         return rewritten(datapipe, {id(node): begun})
+
+    def _of_stream(self, datapipe: DataPipe) -> DataPipe:
+        if not isinstance(datapipe, IterDataPipe):
+            raise GraphError(
+                f"{type(datapipe).__name__} is map-style: its items are asked for by index, none comes first"
+            )
+        filters = [node for node, _ in named_nodes(datapipe) if callable(getattr(type(node), "apply_sharding", None))]
+        if not filters:
+            return self._begun(datapipe)
+
+        def begun(node: Any, original: DataPipe) -> "DataPipe | None":
+            if not any(original is sharder for sharder in filters):
+                return None
+            return rewired(node, {id(c): self._begun(c) for c in inputs_of(node) if isinstance(c, IterDataPipe)})
+
+        return mapped(datapipe, begun)
+
+    def _begun(self, node: Any) -> DataPipe:
+        order = node.source_datapipe if isinstance(node, StreamSkipper) else node
+        return StreamSkipper(order, self.consumed_samples) if self.consumed_samples else order

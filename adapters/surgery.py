@@ -106,14 +106,14 @@ def remove_dp(graph: Graph, datapipe: DataPipe) -> Graph:
     return _like(graph, rewired(root, {id(node): inputs[0]}))
 
 
-def insert_after(graph: Graph, datapipe: DataPipe, make: "Callable[[DataPipe], DataPipe]") -> Graph:
+def insert_after(graph: Graph, datapipe: DataPipe, make: "Callable[[Any], DataPipe]") -> Graph:
     """The graph with `make(node)` between a node and all that read from it. Raises GraphError."""
     root = _root(graph)
     node = _found(root, datapipe)
     return replace_dp(graph, node, make(node))
 
 
-def insert_before(graph: Graph, datapipe: DataPipe, make: "Callable[[DataPipe], DataPipe]") -> Graph:
+def insert_before(graph: Graph, datapipe: DataPipe, make: "Callable[[Any], DataPipe]") -> Graph:
     """The graph with `make(input)` between a node and each of its inputs. Raises GraphError for a source."""
     root = _root(graph)
     node = _found(root, datapipe)

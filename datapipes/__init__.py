@@ -53,7 +53,14 @@ from .reorder import NanosetOrder, Reorderer
 from .resize import SequenceResizer
 from .shard import RankSharder
 from .slice import SequenceSlicer
-from .streaming import DocumentTokenizer, JsonLinesReader, SequencePacker, StreamingDataPipe
+from .streaming import (
+    DocumentTokenizer,
+    JsonLinesReader,
+    SequencePacker,
+    StreamingDataPipe,
+    StreamLimiter,
+    StreamSkipper,
+)
 from .tokenize import TokenizeSummary, load_tokenizer, tokenize_files
 from .topology import Topology
 from .weights import linear_ramp
@@ -88,6 +95,8 @@ __all__ = [
     "SequenceResizer",
     "SequenceSlicer",
     "Skipper",
+    "StreamLimiter",
+    "StreamSkipper",
     "StreamingDataPipe",
     "TokenFileWriter",
     "TokenReader",

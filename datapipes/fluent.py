@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .resize import SequenceResizer
     from .shard import RankSharder
     from .slice import SequenceSlicer
+    from .streaming.bound import StreamLimiter, StreamSkipper
     from .streaming.pack import SequencePacker
     from .streaming.tokenize import DocumentTokenizer
     from .topology import Topology
@@ -124,6 +125,10 @@ class FluentStreams:
 
     if TYPE_CHECKING:
 
+        def limit(self, items: int) -> StreamLimiter: ...
+
         def pack_sequences(self, sequence_length: int) -> SequencePacker: ...
+
+        def skip(self, items: int) -> StreamSkipper: ...
 
         def tokenize(self, tokenizer: str | os.PathLike[str], end_of_text: str | bool = True) -> DocumentTokenizer: ...

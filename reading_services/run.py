@@ -68,7 +68,7 @@ class IndexedRun:
         """Goes on from this sample number. Nothing changes where that raises."""
         journal = self.journal if journal is None else journal
         built = self.built if built is None else built
-        graph = ResumeSkip(sample)(ApplyJournal(journal)(built))
+        graph = ResumeSkip(sample).of_indexed(ApplyJournal(journal)(built))
         if built is not self.built:
             self.earlier = [g for g in (*self.earlier, self.built) if g is not built]
             self.built = built

@@ -199,6 +199,9 @@ def known(folder) -> dict[str, Callable[[], DataPipe]]:
         "map style": lambda: SequenceWrapper(list(range(7))).map(negated).batch(2),
         "map style below": lambda: IterableWrapper(Tokens()).map(negated),
         "empty": lambda: IterableWrapper([]).map(negated),
+        "skipped": lambda: IterableWrapper(range(9)).skip(3).map(negated),
+        "limited": lambda: IterableWrapper(range(9)).map(negated).limit(5).batch(2),
+        "limited beyond its end": lambda: IterableWrapper(range(4)).limit(7),
     }
 
 

@@ -4,7 +4,9 @@ base.py       what a streaming node is: a place in attributes
 read.py       JSON lines files to texts
 tokenize.py   texts to token ids
 pack.py       token ids to rows of one length
+bound.py      where a stream begins and ends
 dispatch.py   a part that one process runs for all workers
+shard.py      one process's shard of a stream, and the place it has reached
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/a.jsonl"
@@ -18,6 +20,7 @@ resumed at once, another one by going through its epoch again.
 """
 
 from .base import StreamingDataPipe
+from .bound import StreamLimiter, StreamSkipper
 from .dispatch import ShardingRoundRobinDispatcher
 from .pack import SequencePacker
 from .read import JsonLinesReader
@@ -28,5 +31,7 @@ __all__ = [
     "JsonLinesReader",
     "SequencePacker",
     "ShardingRoundRobinDispatcher",
+    "StreamLimiter",
+    "StreamSkipper",
     "StreamingDataPipe",
 ]

@@ -1,0 +1,125 @@
+"""Shuffling on and off, and the seed of a run."""
+
+from typing import Any
+
+from ..datapipes._torch import DataPipe, MapDataPipe
+from ..datapipes.core import IndexedDataPipe, as_count
+from ..datapipes.errors import ArgumentTypeError, GraphError, LoaderWarning
+from ..datapipes.names import named_nodes, node_names
+from ..datapipes.permute import Permuter
+from ..datapipes.rank_zero import warn
+from ..datapipes.shard import RankSharder
+from ..datapipes.slice import TokenWindows
+from ..datapipes.wrapped import Wrapper, kind_of, with_wrapper, wrappers_of
+from .around import put_around
+from .base import Adapter
+from .replace import built_like
+from .surgery import copied, mapped
+
+__all__ = ["Seed", "SeedWrapper", "Shuffle"]
+
+
+class Shuffle(Adapter):
+    """Turns shuffling on or off, as torchdata's did.
+
+    Of a stream all shuffling nodes are set; where there is none to turn on, one is put on top, with a warning. Of an
+    indexed graph the permutes are taken out, or, where there is none, put over the windows of each source: below the
+    blend, where a change of its weights stays exact. Each changes the order, and so its fingerprint.
+
+    Args:
+        enable: None: as it is. seed: of the permutes that are put in.
+    """
+
+    def __init__(self, enable: "bool | None" = True, seed: int = 0) -> None:
+        if enable is not None and not isinstance(enable, bool):
+            raise ArgumentTypeError(f"enable is True, False or None, got {enable!r}")
+        self.enable, self.seed = enable, as_count("seed", seed, 0)
+
+    def __call__(self, datapipe: DataPipe) -> DataPipe:
+        if self.enable is None:
+            return datapipe
+        if isinstance(datapipe, IndexedDataPipe):
+            return self._permuted(datapipe)
+        nodes = [node for node, _ in named_nodes(datapipe) if _shuffles(node)]
+        if not nodes and self.enable:
+            if isinstance(datapipe, MapDataPipe):
+                raise GraphError(
+                    f"no node of this map-style graph shuffles, and {type(datapipe).__name__} has no order"
+                )
+            warn(
+                "Shuffle() found no shuffle in this graph and puts one on top, whose buffer of 10,000 items may be too "
+                "small; a shuffle below the sharding filter and the batches would be better",
+                LoaderWarning,
+                stacklevel=3,
+            )
+            datapipe = datapipe.shuffle()
+            nodes = [datapipe]
+
+        def set_shuffle(node: Any, original: DataPipe) -> "DataPipe | None":
+            if not any(original is chosen for chosen in nodes):
+                return None
+            made: Any = copied(node)
+            made.set_shuffle(self.enable)
+            return made
+
+        return mapped(datapipe, set_shuffle)
+
+    def _permuted(self, datapipe: IndexedDataPipe) -> DataPipe:
+        there = any(isinstance(node, Permuter) for node, _ in named_nodes(datapipe))
+
+        def changed(node: Any, original: DataPipe) -> "DataPipe | None":
+            if not self.enable and isinstance(node, Permuter):
+                return node.datapipe
+            if self.enable and not there and isinstance(node, TokenWindows):
+                return Permuter(node, seed=self.seed)
+            return None
+
+        return mapped(datapipe, changed)
+
+
+def _shuffles(node: DataPipe) -> bool:
+    return all(callable(getattr(type(node), name, None)) for name in ("set_shuffle", "set_seed"))
+
+
+class SeedWrapper(Wrapper):
+    """Says the seed of a stream to the loader that runs it."""
+
+    kind = "seed"
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    @property
+    def label(self) -> str:
+        return f"seed {self.seed}"
+
+
+class Seed(Adapter):
+    """One seed for all that is random.
+
+    An indexed graph's permutes and sharders take it as theirs: another order, with another fingerprint. A stream's
+    loader begins with it, as after `loader.seed(seed)`: its epochs, and their resumes, follow from there.
+
+    Raises GraphError for an indexed node that has a seed in a way of its own.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = as_count("seed", seed, 0)
+
+    def __call__(self, datapipe: DataPipe) -> DataPipe:
+        if not isinstance(datapipe, IndexedDataPipe):
+            return put_around(datapipe, [datapipe], lambda node: SeedWrapper(self.seed))
+        names = node_names(datapipe)
+
+        def seeded(node: Any, original: DataPipe) -> "DataPipe | None":
+            if not isinstance(node, (Permuter, RankSharder)) or node.seed in (None, self.seed):
+                return None
+            try:
+                made = built_like(node, kind_of(node), seed=self.seed)
+            except (GraphError, TypeError) as error:
+                raise GraphError(f"{names[id(original)]} cannot be given another seed: {error}") from error
+            for wrapper in wrappers_of(node):
+                with_wrapper(made, wrapper)
+            return made
+
+        return mapped(datapipe, seeded)
