@@ -15,9 +15,19 @@ from functools import partial
 from typing import Any
 
 from ._torch import DataPipe, IterDataPipe, MapDataPipe
-from .core import IndexedDataPipe
+from .core import IndexedDataPipe, Unpickled
 
-__all__ = ["Wrapper", "kind_of", "with_wrapper", "without_wrapper", "wrappers_of"]
+__all__ = [
+    "AheadWrapper",
+    "Wrapper",
+    "as_kind",
+    "kind_of",
+    "split_for_main_process",
+    "through",
+    "with_wrapper",
+    "without_wrapper",
+    "wrappers_of",
+]
 
 
 class Wrapper:
@@ -63,6 +73,45 @@ class Wrapper:
         return function(*arguments)
 
 
+class AheadWrapper(Wrapper):
+    """One that takes items from its node before they are asked for.
+
+    Of a stream it then knows the places of the nodes below, as they were when the item handed out last was made: what
+    keeps the stream's place says how they are read (`read_places`), and reads `delivered`.
+    """
+
+    @property
+    def takes_ahead(self) -> bool:
+        """Whether it does, as it was made."""
+        return True
+
+    def __init__(self) -> None:
+        self._of_this_process = Unpickled()
+
+    def read_places(self, places: "Callable[[], Any] | None") -> None:
+        self._of_this_process.value = [places, None if places is None else places()]
+
+    def places(self) -> Any:
+        """The places now."""
+        found = self._of_this_process.value
+        return None if found is None or found[0] is None else found[0]()
+
+    @property
+    def delivered(self) -> Any:
+        """The places after the item handed out last."""
+        found = self._of_this_process.value
+        return None if found is None else found[1]
+
+    @delivered.setter
+    def delivered(self, places: Any) -> None:
+        if self._of_this_process.value is not None:
+            self._of_this_process.value[1] = places
+
+    def exact(self) -> "Wrapper | None":
+        """What stands for this one where nothing may be taken ahead; None: nothing."""
+        raise NotImplementedError
+
+
 def wrappers_of(node: DataPipe) -> "tuple[Wrapper, ...]":
     """What is around a node, the innermost first."""
     return vars(node).get("_wrappers", ())
@@ -93,6 +142,27 @@ def without_wrapper(node: DataPipe, unwanted: "Callable[[Wrapper], bool]") -> Da
 def as_kind(node: DataPipe, kind: type) -> None:
     """Makes a node one of another class, which goes by the same attributes; what is around it stays."""
     node.__class__ = _wrapped_class(kind) if wrappers_of(node) else kind
+
+
+def split_for_main_process(node: Any) -> "tuple[DataPipe, tuple[Wrapper, ...]]":
+    """(the graph that workers run, what is around it in the process of the training loop)."""
+    wrappers = wrappers_of(node)
+    first = next((i for i, wrapper in enumerate(wrappers) if wrapper.in_main_process), len(wrappers))
+    if first == len(wrappers):
+        return node, ()
+    if isinstance(node, IndexedDataPipe):
+        inner: Any = node.changed()
+    else:
+        inner = object.__new__(type(node))
+        vars(inner).update(vars(node))
+    return without_wrapper(inner, lambda wrapper: wrapper in wrappers[first:]), wrappers[first:]
+
+
+def through(wrappers: "tuple[Wrapper, ...]", node: DataPipe, items: "Iterator[Any]") -> "Iterator[Any]":
+    """Items of a node through wrappers, where something else than the node itself gives them."""
+    for wrapper in wrappers:
+        items = wrapper.items(node, partial(iter, items))
+    return items
 
 
 _CLASSES: dict[type, type] = {}

@@ -13,6 +13,7 @@ from ..datapipes.errors import ArgumentTypeError, ConfigurationError, LoaderErro
 from ..datapipes.full_sync import FullSync
 from ..datapipes.items import ReadAhead, items_of
 from ..datapipes.streaming.shard import BEGINNING, Delivered, Snapshot, StreamShard, parse_snapshot
+from ..datapipes.wrapped import through, wrappers_of
 from .interface import CheckpointableReadingServiceInterface, WorkerInfo
 from .parse import check_keys, parse_json
 from .run import IndexedRun
@@ -129,6 +130,8 @@ class InProcessReadingService(CheckpointableReadingServiceInterface):
             if synced is not None:  # outside of the thread; an item that the ranks did not agree on is not delivered
                 pairs = synced.synced(pairs)
             self._items = Delivered(pairs, place)
+        if synced is not None and wrappers_of(synced):
+            return through(wrappers_of(synced), synced, self._items)
         return self._items
 
     def finalize_iteration(self) -> None:

@@ -14,6 +14,7 @@ from ..datapipes.core import IndexedDataPipe, as_count
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError
 from ..datapipes.full_sync import FullSync
 from ..datapipes.streaming.shard import BEGINNING, Snapshot, later, say_replayed
+from ..datapipes.wrapped import AheadWrapper, Wrapper, split_for_main_process, through, wrappers_of
 from .in_process import Counted, InProcessReadingService, parse_places
 from .interface import WorkerInfo
 from .seeds import SeedGenerator
@@ -123,10 +124,20 @@ class MultiProcessingReadingService(InProcessReadingService):
         if not self.num_workers:
             return super().iterate(datapipe)
         if isinstance(datapipe, FullSync):  # the ranks' main processes talk with each other, not their workers
-            return _agreed(datapipe, self.iterate(datapipe.datapipe))
-        self._items = self._streamed(datapipe) if isinstance(datapipe, IterDataPipe) else self._numbered(datapipe)
+            below = self.iterate(datapipe.datapipe)
+            return through(self._exact(wrappers_of(datapipe)), datapipe, _agreed(datapipe, below, self._items))
+        graph, around = split_for_main_process(datapipe)
+        self._items = self._streamed(graph) if isinstance(graph, IterDataPipe) else self._numbered(graph)
         self._places = [BEGINNING] * self.num_workers
-        return self._items
+        if isinstance(datapipe, IndexedDataPipe):
+            self._graph = datapipe
+            return through(around, datapipe, self._items)  # its loader counts what is delivered
+        return through(self._exact(around), datapipe, self._items)
+
+    def _exact(self, around: "tuple[Wrapper, ...]") -> "tuple[Wrapper, ...]":
+        """The wrappers of a stream whose place is that of the item which its workers gave last."""
+        found = [wrapper.exact() if isinstance(wrapper, AheadWrapper) else wrapper for wrapper in around]
+        return tuple(wrapper for wrapper in found if wrapper is not None)
 
     def _numbered(self, graph: DataPipe) -> Counted:
         pool = self._pool_for(elastic=True, dispatched=False)
@@ -197,11 +208,11 @@ class MultiProcessingReadingService(InProcessReadingService):
         return graph
 
 
-def _agreed(sync: FullSync, items: Any) -> "Iterator[Any]":
+def _agreed(sync: FullSync, items: Any, made: Any) -> "Iterator[Any]":
     """The items that all ranks have; one on which they could not agree is not delivered."""
     try:
         yield from sync.synced(items)
     except Exception:
-        if isinstance(items, StreamedItems):
-            items.take_back()
+        if isinstance(made, StreamedItems):
+            made.take_back()
         raise

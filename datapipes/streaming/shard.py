@@ -16,6 +16,7 @@ which of the three kinds it belongs.
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch.utils.data.datapipes.iter import (
@@ -32,9 +33,9 @@ from .._torch import DataPipe, MapDataPipe
 from ..core import MAX_NUMBER
 from ..errors import LoaderError, LoaderWarning, StateError, StateMismatchError, TokenpipeError
 from ..items import items_of
-from ..names import inputs_of, named_nodes
+from ..names import inputs_of, named_nodes, node_names
 from ..rank_zero import warn
-from ..wrapped import as_kind
+from ..wrapped import AheadWrapper, as_kind, wrappers_of
 from ..wrapped import kind_of as built_as
 from .base import OUTER, StreamingDataPipe, as_plain
 from .dispatch import ShardingRoundRobinDispatcher
@@ -134,8 +135,10 @@ class StreamShard:
                     begin()
                 self._stateful[name] = node
         self._without_state = nodes_without_state(datapipe)
+        self._ahead: dict[str, list[AheadWrapper]] = {}  # which take items from a node ahead, the outermost first
         if base["nodes"] is not None:
             self._load(base["nodes"])
+        self._watch_what_reads_ahead()
         self._base = base  # the last place whose nodes' states are known
         self._items, self._skip, self._ended = base["items"], base["skip"], base["ended"]
         self._astray = False  # a failed next() has moved the nodes beyond the item given last
@@ -154,6 +157,37 @@ class StreamShard:
                 raise
             except Exception as error:
                 raise StateError(f"{name} cannot go on from its state: {type(error).__name__}: {error}") from error
+
+    def _watch_what_reads_ahead(self) -> None:
+        """Lets each wrapper that takes items ahead note the states that belong to the item it hands out."""
+        below: dict[int, tuple[AheadWrapper, int, list[str]]] = {}
+
+        def walk(node: DataPipe, above: "list[AheadWrapper]") -> None:
+            own = _ahead_of(node)
+            above = [*above, *own]
+            for depth, wrapper in enumerate(above):
+                name = names[id(node)]
+                below.setdefault(id(wrapper), (wrapper, depth, []))[2].extend([name] if name in self._stateful else [])
+            if above and names[id(node)] in self._stateful:
+                self._ahead[names[id(node)]] = above
+            for child in inputs_of(node):
+                walk(child, above)
+
+        names = node_names(self.datapipe)
+        if any(_ahead_of(node) for node, _ in named_nodes(self.datapipe)):
+            walk(self.datapipe, [])
+        for wrapper, depth, found in sorted(below.values(), key=lambda part: -part[1]):  # the inner ones first
+            wrapper.read_places(None if self._without_state else partial(self._states, found, depth + 1))
+
+    def _states(self, names: "list[str]", depth: int) -> "dict[str, Any]":
+        return {name: self._state(name, depth) for name in names}
+
+    def _state(self, name: str, depth: int = 0) -> Any:
+        """A node's state, as it was at the item given last to what takes items ahead at this depth."""
+        above = self._ahead.get(name, ())
+        if len(above) > depth:
+            return above[depth].delivered[name]
+        return as_plain(f"{name}: its state", self._stateful[name].state_dict(), OUTER)
 
     def __iter__(self) -> "StreamShard":
         return self
@@ -200,9 +234,7 @@ class StreamShard:
         if self._without_state:
             self.say_replayed()
             return later(BEGINNING, self._items)
-        nodes = {
-            name: as_plain(f"{name}: its state", node.state_dict(), OUTER) for name, node in self._stateful.items()
-        }
+        nodes = {name: self._state(name) for name in self._stateful}
         self._base = {"items": self._items, "skip": 0, "ended": False, "nodes": nodes}
         return later(self._base, 0)
 
@@ -225,6 +257,11 @@ class StreamShard:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._iterator, name)
+
+
+def _ahead_of(node: DataPipe) -> "list[AheadWrapper]":
+    """What takes items from a node before they are asked for, the outermost first."""
+    return [w for w in reversed(wrappers_of(node)) if isinstance(w, AheadWrapper) and w.takes_ahead]
 
 
 class Delivered:
