@@ -11,6 +11,7 @@ Each is also the built-in that a caller would catch without knowing us:
     ├── ArgumentTypeError (TypeError)         an argument's type cannot be used
     ├── OutOfRangeError (IndexError)          a number beyond `end`, an index beyond `len`
     ├── GraphError (RuntimeError)             a node that is not in the graph, or cannot be cut or adapted there
+    ├── NodeTimeoutError (TimeoutError)       a node that did not give an item in its time
     ├── TokenFileError (OSError)              a file that is missing, cut, or not what it says
     ├── TokenIdError (ValueError)             a token id that does not fit
     ├── CertificateError (ValueError)         a certificate file that is damaged, or none of ours
@@ -43,6 +44,7 @@ __all__ = [
     "LoaderError",
     "LoaderShutdownError",
     "LoaderWarning",
+    "NodeTimeoutError",
     "OutOfRangeError",
     "RankError",
     "RecipeError",
@@ -96,6 +98,10 @@ class OutOfRangeError(TokenpipeError, IndexError):
 
 class GraphError(TokenpipeError, RuntimeError):
     """A node that is not in the graph, or that cannot be cut or adapted where it stands; the message names it."""
+
+
+class NodeTimeoutError(TokenpipeError, TimeoutError):
+    """A node that did not give an item in the time that `Timeout` set; the message names it and shows where it was."""
 
 
 class TokenFileError(TokenpipeError, OSError):

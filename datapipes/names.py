@@ -14,6 +14,7 @@ name on it. A node that several others share has the name of the first way to it
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -21,32 +22,55 @@ from ._torch import DataPipe, IterDataPipe, MapDataPipe
 from .core import IndexedDataPipe
 from .wrapped import kind_of
 
-__all__ = ["inputs_of", "named_nodes", "node_names", "where_in_frames", "where_of"]
+__all__ = ["Way", "inputs_of", "named_nodes", "node_names", "ways", "where_in_frames", "where_of"]
 
 MOST_ITEMS = 10_000  # of one list that inputs are looked for in: longer ones are data
 
 
-def node_names(datapipe: DataPipe) -> dict[int, str]:
+def node_names(datapipe: DataPipe, way: "Way | None" = None) -> dict[int, str]:
     """{id(node): name} of every node of a graph, from its last node down; no two have the same name.
 
     Nothing is pickled, and each node is looked at once, so that it can be asked where the graph cannot travel.
+
+    Args:
+        way: where `datapipe` is only part of a graph, how one comes to it (`ways`): then the names are the graph's.
     """
-    return {id(node): name for node, name in named_nodes(datapipe)}
+    return {id(node): name for node, name, _ in _walk(datapipe, way)}
 
 
 def named_nodes(datapipe: DataPipe) -> "Iterator[tuple[DataPipe, str]]":
     """Every node of a graph with its name, from its last node down."""
+    for node, name, _ in _walk(datapipe, None):
+        yield node, name
+
+
+def ways(datapipe: DataPipe) -> "dict[int, Way]":
+    """{id(node): how one comes to it} for every node of a graph."""
+    return {id(node): way for node, _, way in _walk(datapipe, None, noted=True)}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one comes to a node: the stretch of the graph that it stands in, and the kinds above it there."""
+
+    stretch: str = ""
+    above: "tuple[tuple[str, int], ...]" = ()
+
+
+def _walk(datapipe: DataPipe, start: "Way | None", noted: bool = False) -> "Iterator[tuple[DataPipe, str, Way]]":
     seen: set[int] = set()
-    waiting: list[tuple[DataPipe, str, Counter[str]]] = [(datapipe, "", Counter())]
+    here = start or Way()
+    waiting: list[tuple[DataPipe, str, Counter[str]]] = [(datapipe, here.stretch, Counter(dict(here.above)))]
     while waiting:
         node, stretch, kinds = waiting.pop()
         if id(node) in seen:
             continue
         seen.add(id(node))
+        way = Way(stretch, tuple(kinds.items())) if noted else here
         kind = functional_name_of(node)
         kinds[kind] += 1
         name = f"{stretch}{kind}" if kinds[kind] == 1 else f"{stretch}{kind}#{kinds[kind]}"
-        yield node, name
+        yield node, name, way
         inputs = inputs_of(node)
         if len(inputs) == 1:
             waiting.append((inputs[0], stretch, kinds))

@@ -9,10 +9,12 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from ..adapters.surgery import traverse_dps
+from ..adapters.timeout import TimeoutWrapper
 from ..datapipes._torch import DataPipe, IterDataPipe, apply_sharding
 from ..datapipes.core import IndexedDataPipe, as_count
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError
 from ..datapipes.full_sync import FullSync
+from ..datapipes.names import named_nodes
 from ..datapipes.streaming.shard import BEGINNING, Snapshot, later, say_replayed
 from ..datapipes.wrapped import AheadWrapper, Wrapper, split_for_main_process, through, wrappers_of
 from .in_process import Counted, InProcessReadingService, parse_places
@@ -127,7 +129,12 @@ class MultiProcessingReadingService(InProcessReadingService):
             below = self.iterate(datapipe.datapipe)
             return through(self._exact(wrappers_of(datapipe)), datapipe, _agreed(datapipe, below, self._items))
         graph, around = split_for_main_process(datapipe)
+        timeouts = [
+            w.seconds for node, _ in named_nodes(graph) for w in wrappers_of(node) if isinstance(w, TimeoutWrapper)
+        ]
         self._items = self._streamed(graph) if isinstance(graph, IterDataPipe) else self._numbered(graph)
+        assert self._pool is not None
+        self._pool.shortest_timeout = min(timeouts, default=None)
         self._places = [BEGINNING] * self.num_workers
         if isinstance(datapipe, IndexedDataPipe):
             self._graph = datapipe

@@ -20,7 +20,14 @@ from multiprocessing.context import BaseContext
 from time import monotonic
 from typing import Any
 
-from ...datapipes.errors import ConfigurationError, LoaderError, LoaderWarning, WorkerDiedError, WorkerStalledError
+from ...datapipes.errors import (
+    ConfigurationError,
+    LoaderError,
+    LoaderWarning,
+    NodeTimeoutError,
+    WorkerDiedError,
+    WorkerStalledError,
+)
 from .channel import ChannelClosed
 from .dispatch import run_dispatcher
 from .process import Process
@@ -82,6 +89,7 @@ class Pool:
         self._dispatcher = Seat(-1) if dispatched else None
         self._all = [*self.seats, self._dispatcher] if self._dispatcher else self.seats
         self.replaced = 0
+        self.shortest_timeout: float | None = None  # of the nodes that have one
         self._by_descriptor: dict[int, Seat] = {}
         self._poll = select.poll()
         self._turn: Turn | None = None
@@ -163,17 +171,18 @@ class Pool:
     def _patience(self) -> "float | None":
         """Milliseconds until some worker has taken too long."""
         ends = [end for seat in self._all if (end := self._deadline(seat)) is not None]
+        if self.shortest_timeout is not None:  # a node may begin while this process waits
+            ends.append(monotonic() + self.shortest_timeout)
         # at least a moment: what has come while nobody looked is not late
         return max(GRACE, min(ends) - monotonic()) * 1000 + 1 if ends else None
 
     def _deadline(self, seat: Seat) -> "float | None":
-        if self._stall_timeout is None:
+        if seat is self._dispatcher or seat.process is None or (seat.begun and not seat.tasks):
             return None
-        if seat is self._dispatcher:
-            return None
-        if seat.begun and not seat.tasks:
-            return None
-        return max(seat.since, seat.looked_at) + self._stall_timeout
+        ends = [end] if (end := seat.process.deadline.end) else []
+        if self._stall_timeout is not None:
+            ends.append(max(seat.since, seat.looked_at) + self._stall_timeout)
+        return min(ends, default=None)
 
     # Messages ---------------------------------------------------------------------------------------------
 
@@ -331,8 +340,9 @@ class Pool:
             self._read(seat)  # what came just now counts; what comes while it is asked does not
             if seat.process is None or now < (self._deadline(seat) or now + 1):
                 continue
-            asked, state = seat.since, seat.process.state()
-            if not seat.begun and "stopped" not in state and now < asked + START_TIMEOUT:
+            asked, state, deadline = seat.since, seat.process.state(), seat.process.deadline
+            limit = deadline if deadline.end and now >= deadline.end else None
+            if limit is None and not seat.begun and "stopped" not in state and now < asked + START_TIMEOUT:
                 seat.looked_at = now  # imports, or a function of the user's, take what they take
                 continue
             number = seat.process.computing if seat.begun else -1
@@ -344,9 +354,11 @@ class Pool:
                 place = "the beginning"
             self._stalls[place] += 1
             if place and self._stalls[place] >= MOST_STALLS:
-                error = WorkerStalledError(
-                    f"{place} has twice taken longer than {now - asked:.3g} s (stall_timeout={self._stall_timeout:g}), "
-                    f"in worker process {seat.number}"
+                kind = WorkerStalledError if limit is None else NodeTimeoutError
+                allowed = f"(stall_timeout={self._stall_timeout:g})" if limit is None else f"in {limit.node}"
+                longer = now - asked if limit is None else limit.seconds
+                error = kind(
+                    f"{place} has twice taken longer than {longer:.3g} s {allowed}, in worker process {seat.number}"
                     + (f", node {node}" if node else "")
                     + (f"; the process was {state}" if state else "")
                     + (f". It was here:\n{stack}" if stack else "; it did not answer where it was")
@@ -354,7 +366,8 @@ class Pool:
                 )
                 if number < 0:
                     raise error
-            self._replace(seat, number, error, "was stopped by a signal" if "stopped" in state else "was stuck")
+            stuck = "was stuck" if limit is None else f"was stuck in {node or limit.node}"
+            self._replace(seat, number, error, "was stopped by a signal" if "stopped" in state else stuck)
 
     def _told_by_dispatcher(self) -> str:
         if self._dispatcher is None or self._dispatcher.process is None:

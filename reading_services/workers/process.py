@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from ...datapipes.deadline import Deadline, tell_deadlines
 from ...datapipes.errors import ArgumentTypeError, ConfigurationError
 from ...datapipes.names import where_in_frames
 from .channel import Channel, ChannelClosed, shared_memory
@@ -44,6 +45,7 @@ _F_SETSIG = 10  # fcntl.h on Linux; Python's fcntl has no name for it before 3.1
 _TELL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7  # to a worker: write down where you are
 _NUMBER = struct.Struct("=q")
 _NAME = 256  # bytes of a node's name in the page
+_DEADLINE = struct.Struct("=dd")  # when a node has to be done, and how long it had; its name follows
 
 
 def context_of(context: "str | BaseContext | None") -> BaseContext:
@@ -149,6 +151,14 @@ class Process:
     def node(self) -> str:
         """The node that the worker was in last, where it was told to note that; else empty."""
         return self._page[_NUMBER.size : _NUMBER.size + _NAME].rstrip(b"\0").decode(errors="replace")
+
+    @property
+    def deadline(self) -> Deadline:
+        """Until when the worker's current node has to be done, where its graph says that."""
+        at = _NUMBER.size + _NAME
+        end, seconds = _DEADLINE.unpack_from(self._page, at)
+        at += _DEADLINE.size
+        return Deadline(end, seconds, self._page[at : at + _NAME].rstrip(b"\0").decode(errors="replace"))
 
     def watch(self, poll: "select.poll") -> "list[int]":
         """Registers what tells of messages and of the end; gives the descriptors."""
@@ -305,6 +315,13 @@ class Lines:
         """Notes which node runs from now on."""
         self._page[_NUMBER.size : _NUMBER.size + _NAME] = name.encode()[:_NAME].ljust(_NAME, b"\0")
 
+    def has_until(self, deadline: Deadline) -> None:
+        """Notes until when the current node has to be done."""
+        at = _NUMBER.size + _NAME
+        name = deadline.node.encode()[:_NAME].ljust(_NAME, b"\0")
+        self._page[at + _DEADLINE.size : at + _DEADLINE.size + _NAME] = name
+        _DEADLINE.pack_into(self._page, at, deadline.end, deadline.seconds)
+
     def answer(self, thread: int) -> None:
         """Answers the side line for the thread that computes; ends the process with the main one."""
         while True:
@@ -339,6 +356,7 @@ def _begin(run: "Callable[..., None]", passed: "list[_Passed]", *arguments: Any)
     lines = Lines(Channel(socket.socket(fileno=channel)), socket.socket(fileno=side), mmap.mmap(page, mmap.PAGESIZE))
     lines.passed = [Channel(socket.socket(fileno=end)) for end in ends]
     os.close(page)
+    tell_deadlines(lines.has_until)
     threading.Thread(target=lines.answer, args=(threading.get_ident(),), daemon=True).start()
     with contextlib.suppress(ChannelClosed):
         run(lines, *arguments)
