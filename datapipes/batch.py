@@ -8,8 +8,9 @@ import numpy as np
 from ._torch import functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count, in_blocks, sample_node
 from .errors import BatchSizeError, ConfigurationError
-from .gather import plan_of, stacked
+from .gather import TokenGather, plan_of, stacked
 from .pages import READ_AHEAD_BATCHES, WATCH, ReadAhead
+from .salvage import RowSkipper, SkipLedger
 from .steps import StepTable, as_schedule
 
 __all__ = ["Rows", "SampleBatcher", "batcher_of"]
@@ -61,6 +62,7 @@ class SampleBatcher(IndexedDataPipe):
         self.unit = dp * self.micro_batch_size
         self.schedule = as_schedule(global_batch_size, self.unit)
         self._steps = StepTable.of(self.schedule, self.unit)
+        self._skipper: RowSkipper | None = None
         self.check()
 
     def check(self) -> None:
@@ -75,6 +77,10 @@ class SampleBatcher(IndexedDataPipe):
                 f"the run has {self._bound} samples, fewer than one step of {self._steps.size(0)}: nothing would be "
                 f"delivered; a global batch of at most {self._bound}, or once(tail='pad') would do"
             )
+
+    def skipping_errors(self, exceptions: "tuple[type[Exception], ...]", ledger: SkipLedger) -> "SampleBatcher":
+        """The same batches; a sample that raises one of these is a row of zeros, with every label masked."""
+        return self.changed(_skipper=RowSkipper(exceptions, ledger))
 
     def with_steps(self, steps: StepTable) -> "SampleBatcher":
         """The same batches counted by another table of steps (a run's breakpoints).
@@ -181,8 +187,21 @@ class SampleBatcher(IndexedDataPipe):
             elif valid is not None:
                 rows = np.flatnonzero(valid[rows]) + at
             hidden = None if masked is None else masked[rows]
-            tokens = gather.rows(places[rows], width, columns, ahead is not None)
+            try:
+                tokens = gather.rows(places[rows], width, columns, ahead is not None)
+            except Exception as error:
+                tokens, bad = self._salvaged(error, gather, places[rows], samples[rows], width, columns)
+                hidden = bad if hidden is None else hidden | bad
             yield Rows(tokens, samples[rows], sources[rows], kept, hidden)
+
+    def _salvaged(
+        self, error: Exception, gather: TokenGather, places: Int64s, samples: Int64s, width: int, columns: Any
+    ) -> "tuple[np.ndarray, np.ndarray]":
+        """((b, width) rows, bool (b,) those that stand for one that cannot be made), or raises the error."""
+        if (skipper := self._skipper) is None or not isinstance(error, skipper.exceptions):
+            raise error
+        shown = width if columns is None else sum(stop - start for start, stop in columns)
+        return skipper.rows(lambda i: gather.rows(places[i : i + 1], width, columns)[0], samples, shown)
 
     def _places_after(self, batch: int) -> Int64s:
         """Places of the batches after this one that may be read ahead; none where they cannot be routed."""
@@ -227,17 +246,35 @@ class SampleBatcher(IndexedDataPipe):
                 number = np.full(b, -1, np.int64)
                 yield Rows(stacked([some.fetch([0])[0]] * b), number, number, kept)
                 continue
-            made = child.fetch(numbers[rows], columns)
+            made, bad = self._made(numbers[rows], samples[rows], columns)
             hidden = None if masked is None else masked[at : at + b]
             if self.tail != "pad":
                 hidden = None if masked is None else masked[rows]
+                hidden = bad if hidden is None or bad is None else hidden | bad
                 yield Rows(stacked(list(made)), samples[rows], sources[rows], None, hidden)
                 continue
+            if bad is not None:
+                hidden = np.zeros(b, np.bool_) if hidden is None else hidden.copy()
+                hidden[np.flatnonzero(kept)] |= bad
             items = [made[0]] * b
             for place, item in zip(np.flatnonzero(kept).tolist(), made, strict=True):
                 items[place] = item
             number = np.where(kept, samples[at : at + b], -1)
             yield Rows(stacked(items), number, sources[at : at + b], kept, hidden)
+
+    def _made(self, numbers: Int64s, samples: Int64s, columns: Any) -> "tuple[Any, np.ndarray | None]":
+        """(the items below, bool (n,) of those that stand for one that cannot be made; None: all could be)."""
+        child, skipper = self.datapipe, self._skipper
+        try:
+            return child.fetch(numbers, columns), None
+        except Exception as error:
+            if skipper is None or not isinstance(error, skipper.exceptions):
+                raise
+
+            def empty() -> Any:
+                return np.zeros(child.sequence_length + 1, np.int64)
+
+            return skipper.items(lambda i: child.fetch(numbers[i : i + 1], columns)[0], samples, empty)
 
 
 def batcher_of(graph: IndexedDataPipe) -> "SampleBatcher | None":

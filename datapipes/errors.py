@@ -12,6 +12,7 @@ Each is also the built-in that a caller would catch without knowing us:
     ├── OutOfRangeError (IndexError)          a number beyond `end`, an index beyond `len`
     ├── GraphError (RuntimeError)             a node that is not in the graph, or cannot be cut or adapted there
     ├── NodeTimeoutError (TimeoutError)       a node that did not give an item in its time
+    ├── SkipBudgetError (RuntimeError)        more samples that cannot be made than `SkipErrors` allows
     ├── TokenFileError (OSError)              a file that is missing, cut, or not what it says
     ├── TokenIdError (ValueError)             a token id that does not fit
     ├── CertificateError (ValueError)         a certificate file that is damaged, or none of ours
@@ -48,6 +49,7 @@ __all__ = [
     "OutOfRangeError",
     "RankError",
     "RecipeError",
+    "SkipBudgetError",
     "SourceExhaustedError",
     "SourceGoneError",
     "StateError",
@@ -102,6 +104,10 @@ class GraphError(TokenpipeError, RuntimeError):
 
 class NodeTimeoutError(TokenpipeError, TimeoutError):
     """A node that did not give an item in the time that `Timeout` set; the message names it and shows where it was."""
+
+
+class SkipBudgetError(TokenpipeError, RuntimeError):
+    """More samples or items cannot be made than `SkipErrors` may do without; the message has the last one."""
 
 
 class TokenFileError(TokenpipeError, OSError):

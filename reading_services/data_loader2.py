@@ -21,6 +21,7 @@ from .in_process import InProcessReadingService
 from .indexed_loader import IndexedLoader
 from .interface import CheckpointableReadingServiceInterface, PauseIteration, ReadingServiceInterface
 from .metrics import Waits
+from .noted import ledgers_of, load_noted, noted
 from .run import IndexedRun
 from .seeds import SeedGenerator
 from .stream_state import StreamRun
@@ -63,6 +64,8 @@ class DataLoader2Iterator:
             loader._waits.add(perf_counter() - began)
             if loader._run is not None:
                 loader._run.delivered += 1
+            if loader._ledgers:
+                loader._check_ledgers()
             return item
         except PauseIteration:
             self._left += 1
@@ -143,6 +146,7 @@ class DataLoader2(IndexedLoader):
         self._generator, self._seeded = SeedGenerator(0), False
         self._waits = Waits()
         self._counts: SourceCounts | None = None
+        self._ledgers = ledgers_of(graph)
         self._terminated = False
 
     # Iterating ------------------------------------------------------------------------------------------
@@ -229,6 +233,11 @@ class DataLoader2(IndexedLoader):
         self._iterating = False
         self.reading_service.finalize_iteration()
 
+    def _check_ledgers(self) -> None:
+        consumed = None if self._run is None else self._run.consumed_samples
+        for ledger in self._ledgers:
+            ledger.check(consumed)
+
     def _begin_again(self) -> None:
         """Makes the items anew from the first that was not delivered; another Ctrl-C here changes nothing."""
         if self._run is None:
@@ -274,8 +283,10 @@ class DataLoader2(IndexedLoader):
             step: the state when this many steps are done, whatever was handed out; left out: now. Indexed graphs only.
         """
         if self._stream is None or step is not None:
-            return super().state_dict(step)
-        return self._stream.state_dict(self._generator, self._seeded)
+            state = super().state_dict(step)
+        else:
+            state = self._stream.state_dict(self._generator, self._seeded)
+        return state | noted(self._ledgers, state.get("consumed_samples"))
 
     def load_state_dict(self, state: Any, amend: bool = False) -> None:
         """Goes on where a state says; invalidates the iterator. A stream's next `iter()` goes on inside its epoch.
@@ -285,10 +296,11 @@ class DataLoader2(IndexedLoader):
         """
         if self._stream is None or amend:
             super().load_state_dict(state, amend)
-            return
-        generator, seeded = self._stream.load_state_dict(state)
-        self._generator, self._seeded = generator, seeded
-        self._drop_items("a state was loaded")
+        else:
+            generator, seeded = self._stream.load_state_dict(state)
+            self._generator, self._seeded = generator, seeded
+            self._drop_items("a state was loaded")
+        load_noted(self._ledgers, state)
 
     @classmethod
     def from_state(

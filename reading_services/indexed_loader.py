@@ -15,6 +15,7 @@ from ..datapipes.audit import ContentsRecord, RowDocument, WhenRecord, ledger
 from ..datapipes.core import IndexedDataPipe, as_count
 from ..datapipes.errors import LoaderError
 from ..datapipes.journal import Journal
+from ..datapipes.notes import Ledger
 from ..datapipes.plan import Plan, plan
 from ..datapipes.plan.counts import SourceCounts
 from .changes import Moment, document_range
@@ -33,6 +34,7 @@ class IndexedLoader(ABC):
     _run: "IndexedRun | None"
     _waits: Waits
     _counts: "SourceCounts | None"
+    _ledgers: "list[Ledger]"
 
     @abstractmethod
     def _drop_items(self, reason: str) -> None:
@@ -254,9 +256,12 @@ class IndexedLoader(ABC):
         consumed_samples, consumed_tokens, step: the run's, over all ranks. share/NAME: of what was consumed so far.
         epoch/NAME: how far the source is, 1.37. phase: how many changes of weights are in force. wait/mean_ms,
         wait/p99_ms: of the last 1,024 `next()` calls of this rank; wait/total_s: of all. workers/running,
-        workers/replaced: of a service that has any. On a stream only the waits and workers.
+        workers/replaced: of a service that has any. retried, skipped: by adapters. A stream has only what
+        comes after phase.
         """
         waits = self._waits.metrics() | self.reading_service.metrics()
+        for book in self._ledgers:
+            waits |= book.metrics()
         if self._run is None:
             return waits
         if self._counts is None or self._counts.graph is not self._run.graph:

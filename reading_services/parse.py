@@ -30,7 +30,9 @@ def parse_state(value: Any) -> State:
         )
     if size_of(value) > MOST_BYTES:
         raise StateError(f"the state has more than {MOST_BYTES} bytes, which no state has")
-    check_keys("state", value, {"format", "version", "consumed_samples", "step", "journal", "order", "sources"})
+    check_keys(
+        "state", value, {"format", "version", "consumed_samples", "step", "journal", "order", "sources"}, {"noted"}
+    )
     journal = value["journal"]
     if not isinstance(journal, dict):
         raise StateError("journal must be an object")

@@ -79,7 +79,7 @@ def parse_stream_state(value: Any) -> StreamState:
         raise StateError(f"not the state of a stream: its format is not {FORMAT!r}")
     if type(value.get("version")) is not int or value["version"] != 1:
         raise StateError(f"state version {value.get('version')!r:.40}; this tokenpipe reads version 1 of a stream's")
-    check_keys("state", value, {"format", "version", *StreamState.__dataclass_fields__})
+    check_keys("state", value, {"format", "version", *StreamState.__dataclass_fields__}, {"noted"})
     if len(canonical(value)) > MOST_BYTES:
         raise StateError(f"the state has more than {MOST_BYTES} bytes, which no state has")
     state = StreamState(**{name: value[name] for name in StreamState.__dataclass_fields__})

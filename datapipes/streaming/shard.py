@@ -40,7 +40,17 @@ from ..wrapped import kind_of as built_as
 from .base import OUTER, StreamingDataPipe, as_plain
 from .dispatch import ShardingRoundRobinDispatcher
 
-__all__ = ["BEGINNING", "Delivered", "StreamShard", "later", "nodes_without_state", "parse_snapshot", "say_replayed"]
+__all__ = [
+    "BEGINNING",
+    "COUNTED",
+    "Delivered",
+    "StreamShard",
+    "has_state",
+    "later",
+    "nodes_without_state",
+    "parse_snapshot",
+    "say_replayed",
+]
 
 Snapshot = dict[str, Any]
 

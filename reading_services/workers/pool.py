@@ -28,6 +28,7 @@ from ...datapipes.errors import (
     WorkerDiedError,
     WorkerStalledError,
 )
+from ...datapipes.notes import deliver_notes
 from .channel import ChannelClosed
 from .dispatch import run_dispatcher
 from .process import Process
@@ -202,8 +203,10 @@ class Pool:
         kind, number_of_turn = message[:2]
         seat.since = monotonic()
         turn = self._turn if number_of_turn == self._number else None
+        if kind in (ITEMS, END, ERROR):
+            deliver_notes(message[4] if kind != END else message[3])
         if kind == ITEMS:
-            number, items, descriptors = message[2:]
+            number, items, _, descriptors = message[2:]
             for seconds, snapshot, about in items:
                 item = process.channel.arrived(about, descriptors)
                 if turn is not None:

@@ -32,6 +32,7 @@ import torch
 from ...datapipes.deadline import Deadline, tell_deadlines
 from ...datapipes.errors import ArgumentTypeError, ConfigurationError
 from ...datapipes.names import where_in_frames
+from ...datapipes.notes import become_worker
 from .channel import Channel, ChannelClosed, shared_memory
 
 __all__ = ["Lines", "Process", "context_of"]
@@ -357,6 +358,7 @@ def _begin(run: "Callable[..., None]", passed: "list[_Passed]", *arguments: Any)
     lines.passed = [Channel(socket.socket(fileno=end)) for end in ends]
     os.close(page)
     tell_deadlines(lines.has_until)
+    become_worker()
     threading.Thread(target=lines.answer, args=(threading.get_ident(),), daemon=True).start()
     with contextlib.suppress(ChannelClosed):
         run(lines, *arguments)

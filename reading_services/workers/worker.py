@@ -6,9 +6,9 @@ Messages in: (BEGIN, turn, work: bytes)        a graph to make items of; what wa
                                                has died of the first of them
 Messages out: (BEGINNING, turn)                it takes a while
               (BEGUN, turn)                    the graph is ready
-              (ITEMS, turn, number, [(seconds, snapshot, item), …])  from this number on
-              (END, turn, number)              a stream has no item of this number
-              (ERROR, turn, number, RaisedError)  the item cannot be made; −1: nor any other
+              (ITEMS, turn, number, [(seconds, snapshot, item), …], notes)  from this number on; what was noted
+              (END, turn, number, notes)       a stream has no item of this number
+              (ERROR, turn, number, RaisedError, notes)  the item cannot be made; −1: nor any other
 A turn is one iteration of one graph; what belongs to an earlier one is dropped.
 """
 
@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from ...datapipes.names import node_names, where_of
+from ...datapipes.notes import take_notes
 from .channel import ChannelClosed
 from .packing import packed
 from .process import Lines
@@ -98,7 +99,7 @@ def _begun(lines: Lines, turn: int, work: bytes, worker: int, process: str) -> "
         lines.still_beginning, lines.turn = _Beginning(lines, turn), turn
         lines.names = {} if made is None else node_names(made.begin(lines, worker))
     except Exception as error:
-        lines.channel.send(ERROR, turn, -1, RaisedError.of(error, process))
+        lines.channel.send(ERROR, turn, -1, RaisedError.of(error, process), [])
         return None
     lines.channel.send(BEGUN, turn)
     return made
@@ -112,7 +113,7 @@ def _make(lines: Lines, turn: int, work: Work, start: int, stop: int, process: s
 
     def send() -> None:
         if made:
-            channel.send(ITEMS, turn, number - len(made), made)
+            channel.send(ITEMS, turn, number - len(made), made, take_notes(last=number >= stop))
             made.clear()
 
     try:
@@ -130,14 +131,14 @@ def _make(lines: Lines, turn: int, work: Work, start: int, stop: int, process: s
                 first = began = perf_counter()
         send()
         if number < stop:
-            channel.send(END, turn, number)
+            channel.send(END, turn, number, take_notes(last=True))
     except ChannelClosed:
         raise
     except BaseException as error:  # also sys.exit() in a function of the user's
         send()
         node = where_of(error, lines.names)
         where = process + (f" (node {node}, {work.place(number)})" if node else f" ({work.place(number)})")
-        channel.send(ERROR, turn, number, RaisedError.of(error, where))
+        channel.send(ERROR, turn, number, RaisedError.of(error, where), take_notes(last=True))
 
 
 @contextlib.contextmanager
