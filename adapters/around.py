@@ -67,13 +67,18 @@ def gives_items(node: IndexedDataPipe) -> bool:
     return makes_items(node) and not isinstance(node, TokenWindows)
 
 
-def put_around(datapipe: DataPipe, nodes: "Iterable[DataPipe]", make: "Callable[[DataPipe], Wrapper]") -> DataPipe:
+def put_around(
+    datapipe: DataPipe,
+    nodes: "Iterable[DataPipe]",
+    make: "Callable[[DataPipe], Wrapper]",
+    innermost: bool = False,
+) -> DataPipe:
     """The graph with `make(node)` around each of some nodes; everything else is as it was."""
     wrappers = {id(node): make(node) for node in nodes}
 
     def around(node: DataPipe, original: DataPipe) -> "DataPipe | None":
         wrapper = wrappers.get(id(original))
-        return None if wrapper is None else with_wrapper(copied(node), wrapper)
+        return None if wrapper is None else with_wrapper(copied(node), wrapper, innermost)
 
     return mapped(datapipe, around)
 

@@ -113,7 +113,7 @@ class RetryWrapper(Wrapper):
                 tried += 1
 
     def stream(self, node: DataPipe, begin: "Callable[[], Iterator[Any]]") -> "Iterator[Any]":
-        if _is_function(node):
+        if is_function(node):
             yield from begin()
             return
         places, items, tried = _Places(node), None, 1
@@ -217,7 +217,7 @@ class SkipWrapper(Wrapper):
             return (False, item) if isinstance(node, Filter) else _SKIPPED
 
     def stream(self, node: DataPipe, begin: "Callable[[], Iterator[Any]]") -> "Iterator[Any]":
-        if _is_function(node):
+        if is_function(node):
             yield from (item for item in begin() if item is not _SKIPPED)
             return
         stateful: list[Any] = [below for below, _ in named_nodes(node) if has_state(below)]
@@ -291,7 +291,7 @@ def as_exceptions(value: Any) -> "tuple[type[Exception], ...]":
     return given
 
 
-def _is_function(node: DataPipe) -> bool:
+def is_function(node: DataPipe) -> bool:
     """Whether a stream's node is a function of each of its items."""
     return isinstance(node, (Mapper, Filter))
 
@@ -307,7 +307,7 @@ def _failing_nodes(datapipe: DataPipe, nodes: "tuple[Any, ...] | None", what: st
     covered: set[int] = set()
     every = nodes is None
     for node in (n for n, _ in named_nodes(datapipe)) if nodes is None else chosen_nodes(datapipe, nodes):
-        if _is_function(node):
+        if is_function(node):
             found.append(node)
         elif isinstance(node, MapDataPipe):
             if topmost:
@@ -340,7 +340,7 @@ def _cannot_go_on(node: DataPipe, names: "dict[int, str]") -> str:
 
 def with_counted(datapipe: DataPipe, chosen: "list[DataPipe]") -> "tuple[DataPipe, list[DataPipe]]":
     """The graph whose nodes of torch's that count items do so by themselves, and the chosen nodes in it."""
-    below = {id(n) for node in chosen if not _is_function(node) for n, _ in named_nodes(node)}
+    below = {id(n) for node in chosen if not is_function(node) for n, _ in named_nodes(node)}
     now: dict[int, DataPipe] = {}
 
     def made(node: Any, original: DataPipe) -> DataPipe:

@@ -188,11 +188,15 @@ class SampleBatcher(IndexedDataPipe):
                 rows = np.flatnonzero(valid[rows]) + at
             hidden = None if masked is None else masked[rows]
             try:
-                tokens = gather.rows(places[rows], width, columns, ahead is not None)
+                tokens = self.gathered(gather, places[rows], width, columns, ahead is not None)
             except Exception as error:
                 tokens, bad = self._salvaged(error, gather, places[rows], samples[rows], width, columns)
                 hidden = bad if hidden is None else hidden | bad
             yield Rows(tokens, samples[rows], sources[rows], kept, hidden)
+
+    def gathered(self, gather: TokenGather, places: Int64s, width: int, columns: Any, advised: bool) -> np.ndarray:
+        """The rows of one batch: the reading of it all."""
+        return gather.rows(places, width, columns, advised)
 
     def _salvaged(
         self, error: Exception, gather: TokenGather, places: Int64s, samples: Int64s, width: int, columns: Any

@@ -69,7 +69,7 @@ class Wrapper:
         return get(index)
 
     def numbers(self, node: IndexedDataPipe, function: "Callable[..., Any]", *arguments: Any) -> Any:
-        """A call that an indexed node answers by numbers: `route`, `starts`, `sample_numbers`."""
+        """A call that an indexed node answers by numbers (`BY_NUMBERS`)."""
         return function(*arguments)
 
 
@@ -122,9 +122,10 @@ def kind_of(node: DataPipe) -> type:
     return vars(type(node)).get("_unwrapped", type(node))
 
 
-def with_wrapper(node: DataPipe, wrapper: Wrapper) -> DataPipe:
+def with_wrapper(node: DataPipe, wrapper: Wrapper, innermost: bool = False) -> DataPipe:
     """The same node, which the caller owns, with one more around it."""
-    vars(node)["_wrappers"] = (*wrappers_of(node), wrapper)
+    around = wrappers_of(node)
+    vars(node)["_wrappers"] = (wrapper, *around) if innermost else (*around, wrapper)
     node.__class__ = _wrapped_class(kind_of(node))
     return node
 
@@ -165,6 +166,9 @@ def through(wrappers: "tuple[Wrapper, ...]", node: DataPipe, items: "Iterator[An
     return items
 
 
+BY_NUMBERS = ("route", "starts", "sample_numbers", "gathered")
+"""What an indexed node is asked by numbers, or by places in files."""
+
 _CLASSES: dict[type, type] = {}
 
 
@@ -188,9 +192,7 @@ def _methods(kind: type) -> "dict[str, Any]":
             kind.fetch is not IndexedDataPipe.fetch
         ):  # else the node only re-orders: it must not look as if it made items
             found["fetch"] = _fetching(kind)
-        return found | {
-            name: _numbering(kind, name) for name in ("route", "starts", "sample_numbers") if hasattr(kind, name)
-        }
+        return found | {name: _numbering(kind, name) for name in BY_NUMBERS if hasattr(kind, name)}
     if issubclass(kind, IterDataPipe):
         functions = [name for name in ("_apply_fn", "_returnIfTrue") if hasattr(kind, name)]
         return {"__iter__": _streaming(kind)} | {name: _applying(kind, name) for name in functions}
@@ -246,10 +248,11 @@ def _numbering(kind: Any, name: str) -> "Callable[..., Any]":
     inner = getattr(kind, name)
 
     def numbers(self: Any, *arguments: Any) -> Any:
-        function = partial(inner, self)
-        for wrapper in wrappers_of(self):
+        function: Callable[..., Any] = inner.__get__(self)
+        wrappers = self._wrappers
+        for wrapper in wrappers[:-1]:
             function = partial(wrapper.numbers, self, function)
-        return function(*arguments)
+        return wrappers[-1].numbers(self, function, *arguments)
 
     return numbers
 

@@ -1,0 +1,155 @@
+"""Profile: clocks around every node of a graph, and what they have said."""
+
+import os
+from typing import Any
+
+from ...datapipes._torch import DataPipe
+from ...datapipes.atomic import replacing
+from ...datapipes.core import IndexedDataPipe
+from ...datapipes.errors import LoaderError
+from ...datapipes.names import named_nodes, node_names
+from ...datapipes.wrapped import with_wrapper
+from ..around import gives_items, put_around
+from ..base import Adapter
+from ..retry import is_function
+from ..surgery import copied
+from .book import NodeProfile, Probe, ProfileBook
+from .measure import GATHER, LOOP, LoopWrapper, ProfileWrapper
+from .report import report, trace_events
+
+__all__ = ["Profile"]
+
+
+class Profile(Adapter):
+    """Measures every node: own and total time, calls, samples, bytes, waiting, what it keeps; merged over workers.
+
+    It keeps what it measured, also after the loader is shut down, and costs some hundredths of the graph's time.
+
+        >>> from torch.utils.data.datapipes.iter import IterableWrapper
+        >>> profile = Profile()
+        >>> items = list(profile(IterableWrapper(range(100)).map(str).batch(10)))
+        >>> [(node.node, node.calls) for node in profile.nodes]
+        [('batch', 10), ('map', 100), ('iterablewrapper', 100)]
+        >>> print(profile.report())  # doctest: +ELLIPSIS
+        node             share  own s  total s  waits s  ms/call  longest ms  calls  samples   MB  keeps MB
+        ...
+        Slowest: ...
+    """
+
+    def __init__(self) -> None:
+        self.ledger = ProfileBook()
+        self.graph: DataPipe | None = None
+        self.kinds: dict[str, str] = {}  # {node: "function" of each item, "order" of numbers, or ""}
+        self._below: dict[str, list[str]] = {}  # {node: itself and all nodes below}
+
+    def __call__(self, datapipe: DataPipe) -> DataPipe:
+        names = node_names(datapipe)
+        graph = put_around(
+            datapipe,
+            [node for node, _ in named_nodes(datapipe)],
+            lambda node: ProfileWrapper(names[id(node)], self.ledger),
+            innermost=True,
+        )
+        self.kinds, self._below = {}, {}
+        for node, name in named_nodes(datapipe):
+            self.kinds[name] = "function" if is_function(node) or hasattr(node, "fn") else _order(node)
+            self._below[name] = [names[id(below)] for below, _ in named_nodes(node)]
+            if hasattr(node, "gathered"):
+                self._below[name].append(name + GATHER)
+                self._below[name + GATHER] = [name + GATHER]
+        self.graph = graph
+        return with_wrapper(copied(graph), LoopWrapper(self.ledger))
+
+    # What was measured --------------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> "list[NodeProfile]":
+        """Each node, from the last one down."""
+        probes = self.ledger.merged()
+        own = {name: _estimated(probe) for name, probe in probes.items()}
+        found = []
+        for name, below in self._below.items():
+            probe = probes.get(name, Probe())
+            scale = probe.calls / probe.timed if probe.timed else 0.0
+            seconds, computing = own.get(name, (0.0, 0.0))
+            total = sum(own.get(other, (0.0, 0.0))[0] for other in dict.fromkeys(below))
+            total += sum(own.get(other + GATHER, (0.0, 0.0))[0] for other in below if other + GATHER not in below)
+            found.append(
+                NodeProfile(
+                    name,
+                    probe.calls,
+                    round(probe.samples * scale),
+                    round(probe.bytes * scale),
+                    seconds,
+                    total,
+                    max(0.0, seconds - computing),
+                    probe.longest,
+                    probe.held,
+                )
+            )
+        return found
+
+    @property
+    def slowest(self) -> "NodeProfile | None":
+        """The node that takes most of the time by itself."""
+        return max((node for node in self.nodes if node.own), key=lambda node: node.own, default=None)
+
+    @property
+    def items(self) -> int:
+        """How many items the training loop took."""
+        return self.ledger.probe(LOOP).calls
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the training loop waited for items."""
+        return self.ledger.probe(LOOP).numbers
+
+    @property
+    def waited_share(self) -> float:
+        """How much of the training loop's time that was."""
+        probe = self.ledger.probe(LOOP)
+        return probe.numbers / ((probe.numbers + probe.own) or 1.0)
+
+    @property
+    def workers(self) -> int:
+        """How many other processes have made items."""
+        return len(self.ledger.processes)
+
+    def report(self) -> str:
+        """A table of the nodes, with the slowest one named, and what to do about it."""
+        return report(self)
+
+    def trace(self, path: "str | os.PathLike[str]") -> None:
+        """Writes what ran when (of the calls that were timed, the last 50,000) as a Chrome trace: perfetto.dev,
+        chrome://tracing. Raises OSError.
+        """
+        with replacing(path) as file:
+            file.write(trace_events(list(self.ledger.spans), os.getpid()).encode())
+
+    def draw(self, path: "str | os.PathLike[str] | None" = None) -> Any:
+        """The graph, its nodes coloured by their own time; see tokenpipe.adapters.draw."""
+        from ...datapipes.draw import draw
+
+        if self.graph is None:
+            raise LoaderError("this Profile was put on no graph yet")
+        found = {node.node: node for node in self.nodes}
+        whole = sum(node.own for node in found.values()) or 1.0
+        most = max((node.own for node in found.values()), default=0.0) or 1.0
+        heat, notes = {}, {}
+        for name, node in found.items():
+            if not name.endswith(GATHER):
+                gather = found.get(name + GATHER)
+                own = node.own + (gather.own if gather else 0.0)
+                heat[name] = min(1.0, own / most)
+                notes[name] = f"{own / whole:.0%}: {own:.3g} s, {node.calls:,} calls"
+        return draw(self.graph, path, heat=heat, notes=notes)
+
+
+def _order(node: DataPipe) -> str:
+    return "order" if isinstance(node, IndexedDataPipe) and not gives_items(node) else ""
+
+
+def _estimated(probe: Probe) -> "tuple[float, float]":
+    """(s in the node itself, s of those computing) of all calls, from those that were timed."""
+    scale = probe.calls / probe.timed if probe.timed else 0.0
+    return probe.own * scale + probe.numbers, probe.computing * scale + probe.numbers_computing

@@ -1,0 +1,130 @@
+"""The table of a profile, and what to do about the slowest node."""
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .book import NodeProfile, Span
+
+if TYPE_CHECKING:
+    from .adapter import Profile
+
+__all__ = ["advice", "report", "trace_events"]
+
+QUIET = 0.02  # of the loop's time: so much waiting is nothing to mend
+
+
+def report(profile: "Profile") -> str:
+    """The nodes from the last one down, their times, and a word on the slowest."""
+    rows = profile.nodes
+    if not any(row.calls for row in rows):
+        return "nothing was measured: no item came through the profiled graph"
+    whole = sum(row.own for row in rows) or 1.0
+    head = [
+        "node",
+        "share",
+        "own s",
+        "total s",
+        "waits s",
+        "ms/call",
+        "longest ms",
+        "calls",
+        "samples",
+        "MB",
+        "keeps MB",
+    ]
+    lines = [head]
+    for row in rows:
+        lines.append(
+            [
+                row.node,
+                f"{row.own / whole:.1%}",
+                f"{row.own:.3f}",
+                f"{row.total:.3f}",
+                f"{row.waiting:.3f}",
+                f"{row.own_ms:.3f}",
+                f"{1e3 * row.longest:.3f}",
+                f"{row.calls:,}",
+                f"{row.samples:,}",
+                f"{row.bytes / 1e6:,.1f}",
+                f"{row.held / 1e6:,.1f}",
+            ]
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    text = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    text.insert(1, "-" * len(text[0]))
+    where = f"{profile.workers} worker process(es)" if profile.workers else "the process of the loop"
+    text.append("")
+    text.append(
+        f"Made in {where}; the loop took {profile.items:,} items and waited {profile.waited:.3f} s for them, "
+        f"{profile.waited_share:.0%} of its time."
+    )
+    text.append(advice(profile))
+    return "\n".join(text)
+
+
+def advice(profile: "Profile") -> str:
+    """The slowest node by name, and what would make it faster."""
+    slowest = profile.slowest
+    if slowest is None:
+        return "Nothing was measured."
+    whole = sum(row.own for row in profile.nodes) or 1.0
+    text = f"Slowest: {slowest.node}, {slowest.own / whole:.0%} of the time in the graph"
+    text += f", {slowest.own_ms:.3g} ms a call"
+    waits = slowest.waiting > slowest.own / 2
+    text += ", mostly waiting. " if waits else ", mostly computing. "
+    if profile.items > 1 and profile.waited_share < QUIET:
+        return text + "The loop hardly waits: there is nothing to gain."
+    return text + _remedy(slowest, waits, profile)
+
+
+def _remedy(slowest: NodeProfile, waits: bool, profile: "Profile") -> str:
+    kind = profile.kinds.get(slowest.node, "")
+    if slowest.node.endswith(": gather"):
+        if waits:
+            return (
+                "Files come from a slow disk: a larger TOKENPIPE_READ_AHEAD_MIB, or a copy on a local disk, would do."
+            )
+        return "It copies tokens at the speed of memory; more processes would not help."
+    if waits:
+        way = f"Placement({{{slowest.node!r}: threads(8)}})" if kind == "function" else "Prefetch()"
+        return f"{way} makes items while others are waited for" + _or_workers(profile)
+    if kind == "function":
+        return f"Placement({{{slowest.node!r}: processes(4)}}) runs it on more cores" + _or_workers(profile)
+    return "MultiProcessingReadingService(num_workers) runs the graph on more cores."
+
+
+def _or_workers(profile: "Profile") -> str:
+    if profile.workers:
+        return f"; so would more than {profile.workers} workers."
+    return "; so does MultiProcessingReadingService(num_workers), the whole graph."
+
+
+def trace_events(spans: "Sequence[Span]", main: int) -> str:
+    """The spans as Chrome's trace-event JSON, which Perfetto reads: microseconds, a track a process and thread."""
+    events: list[dict[str, Any]] = []
+    threads: dict[tuple[int, int], int] = {}
+    first = min((began for _, began, *_ in spans), default=0.0)
+    for node, began, seconds, pid, thread in spans:
+        track = threads.setdefault((pid, thread), len(threads))
+        events.append(
+            {
+                "name": node,
+                "ph": "X",
+                "ts": round((began - first) * 1e6, 3),
+                "dur": round(seconds * 1e6, 3),
+                "pid": pid,
+                "tid": track,
+                "cat": "node",
+            }
+        )
+    for pid in {pid for pid, _ in threads}:
+        name = "the loop's process" if pid == main else "worker process"
+        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
