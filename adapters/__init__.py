@@ -4,6 +4,7 @@ base.py is what an adapter is, surgery.py how a graph is cut without touching th
 skip that a resumed run begins with, journal.py the changes of a run written into its graph.
 """
 
+from ..datapipes import Drawing, draw, tree
 from .base import Adapter
 from .journal import ApplyJournal
 from .resume import ResumeSkip
@@ -22,7 +23,9 @@ from .surgery import (
 __all__ = [
     "Adapter",
     "ApplyJournal",
+    "Drawing",
     "ResumeSkip",
+    "draw",
     "find_dps",
     "insert_after",
     "insert_before",
@@ -32,4 +35,5 @@ __all__ = [
     "replace_dp",
     "rewritten",
     "traverse_dps",
+    "tree",
 ]

@@ -17,8 +17,9 @@ before, during and after a run:
     journal.py    what changed (grow.py, jump.py)    audit/      contents, when, certificates
 
 and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, filemap.py, pages.py
-(read-ahead, resident memory), fingerprint.py, tree.py, names.py (of nodes), arguments.py (what a recipe writes down),
-atomic.py, rank_zero.py, rank_group.py (what ranks ask each other; full_sync.py: streams end together), errors.py.
+(read-ahead, resident memory), fingerprint.py, tree.py and draw.py (a graph as text, as a picture), names.py (of nodes),
+wrapped.py (what is put around them), arguments.py (what a recipe writes down), atomic.py, rank_zero.py, rank_group.py
+(what ranks ask each other; full_sync.py: streams end together), errors.py.
 
     >>> import tempfile, numpy as np
     >>> path = tempfile.mkdtemp() + "/prose.npy"
@@ -41,6 +42,7 @@ from .collate import CausalLMCollator
 from .combine import Concater, Mapper, Zipper
 from .core import MAX_NUMBER, IndexedDataPipe
 from .documents import DocumentSelector
+from .draw import Drawing, draw
 from .exclude import Excluder
 from .formats.ids import DocumentIds
 from .formats.own import TokenFileWriter, verify_token_file
@@ -63,6 +65,7 @@ from .streaming import (
 )
 from .tokenize import TokenizeSummary, load_tokenizer, tokenize_files
 from .topology import Topology
+from .tree import tree
 from .weights import linear_ramp
 
 __all__ = [
@@ -75,6 +78,7 @@ __all__ = [
     "DocumentIds",
     "DocumentSelector",
     "DocumentTokenizer",
+    "Drawing",
     "Excluder",
     "FullSync",
     "IndexedDataPipe",
@@ -106,6 +110,7 @@ __all__ = [
     "Zipper",
     "batch_certificate",
     "certify",
+    "draw",
     "linear_ramp",
     "load_nanotron",
     "load_recipe",
@@ -113,6 +118,7 @@ __all__ = [
     "overlap",
     "read_tokens",
     "tokenize_files",
+    "tree",
     "verify_token_file",
     "write_recipe",
 ]

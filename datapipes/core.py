@@ -357,10 +357,10 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
         return array
 
     def tree(self) -> str:
-        """The graph as text, a node a line, from the batches down to the files, with counts."""
-        from .tree import render_tree
+        """The graph as text, a node a line, from the batches down to the files, with counts; see `tree`."""
+        from .tree import tree
 
-        return render_tree(self)
+        return tree(self)
 
     def fingerprint(self) -> str:
         """32 hex digits of what decides the order: the graph below the sharder, files by content.

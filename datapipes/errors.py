@@ -17,6 +17,7 @@ Each is also the built-in that a caller would catch without knowing us:
     ├── TokenIdError (ValueError)             a token id that does not fit
     ├── CertificateError (ValueError)         a certificate file that is damaged, or none of ours
     ├── DocumentError (ValueError)            a text that cannot be read as documents: file, line, what is wrong
+    ├── DrawingError (RuntimeError)           a picture that cannot be made: graphviz is missing, or failed
     ├── RankError (RuntimeError)              other ranks that did not answer, or are gone
     ├── WorkerError (RuntimeError)            a worker process that did not do its work
     │   ├── WorkerDiedError                   three died while computing the same batch
@@ -39,6 +40,7 @@ __all__ = [
     "CertificateError",
     "ConfigurationError",
     "DocumentError",
+    "DrawingError",
     "GraphError",
     "IteratorInvalidatedError",
     "JournalError",
@@ -124,6 +126,10 @@ class CertificateError(TokenpipeError, ValueError):
 
 class DocumentError(TokenpipeError, ValueError):
     """A text file or line that cannot be read as a document; the message names file and line."""
+
+
+class DrawingError(TokenpipeError, RuntimeError):
+    """A picture that cannot be made: graphviz's `dot` is missing, failed or took too long; Mermaid text needs none."""
 
 
 class RankError(TokenpipeError, RuntimeError):

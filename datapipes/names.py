@@ -22,7 +22,17 @@ from ._torch import DataPipe, IterDataPipe, MapDataPipe
 from .core import IndexedDataPipe
 from .wrapped import kind_of
 
-__all__ = ["Way", "inputs_of", "named_nodes", "node_names", "ways", "where_in_frames", "where_of"]
+__all__ = [
+    "Way",
+    "class_name_of",
+    "inputs_of",
+    "named_nodes",
+    "node_names",
+    "verb_of",
+    "ways",
+    "where_in_frames",
+    "where_of",
+]
 
 MOST_ITEMS = 10_000  # of one list that inputs are looked for in: longer ones are data
 
@@ -102,6 +112,11 @@ def _datapipes_in(value: Any, depth: int = 0) -> Iterator[DataPipe]:
 
 def functional_name_of(node: DataPipe) -> str:
     """The verb that makes such a node, or its class in lower case where there is none."""
+    return verb_of(node) or class_name_of(node).lower()
+
+
+def verb_of(node: DataPipe) -> str:
+    """The functional name of a node's class, or "" where it has none."""
     kind = kind_of(node)
     if name := vars(kind).get("functional_name") or (
         isinstance(node, IndexedDataPipe) and getattr(kind, "functional_name", "")
@@ -111,10 +126,15 @@ def functional_name_of(node: DataPipe) -> str:
         for name, function in function_of.items():
             if kind in getattr(function, "args", ()):  # torch registers a partial of the class
                 return name
-    name = kind.__name__
+    return ""
+
+
+def class_name_of(node: DataPipe) -> str:
+    """A node's class without the ending that says that it is a datapipe."""
+    name = kind_of(node).__name__
     for ending in ("IterDataPipe", "MapDataPipe", "DataPipe"):
         name = name.removesuffix(ending) or name
-    return name.strip("_").lower() or "datapipe"
+    return name.strip("_") or "DataPipe"
 
 
 # Where ----------------------------------------------------------------------------------------------------

@@ -115,6 +115,12 @@ class StreamingDataPipe(IterDataPipe, FluentStreams):
             vars(self).update(copy.deepcopy(dict(self.initial_state)))
         self._loaded = False
 
+    def tree(self) -> str:
+        """The graph as text, a node a line, from the batches down to the files; see `tree`."""
+        from ..tree import tree
+
+        return tree(self)
+
     def __repr__(self) -> str:
         if IterDataPipe.repr_hook is not None:
             return super().__repr__()
