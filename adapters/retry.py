@@ -95,7 +95,9 @@ class RetryWrapper(Wrapper):
     def item(self, node: MapDataPipe, get: "Callable[[Any], Any]", index: Any) -> Any:
         return self._call(lambda: get(index))
 
-    def iterate(self, node: IndexedDataPipe, begin: "Callable[[int], Iterator[Any]]", start: int) -> "Iterator[Any]":
+    def iterate(
+        self, node: IndexedDataPipe, begin: "Callable[[int], Iterator[Any]]", start: int, stop: "int | None"
+    ) -> "Iterator[Any]":
         items: Iterator[Any] = iter(())
         tried = 0
         while True:

@@ -51,6 +51,14 @@ class Ledger:
     # What the loader that runs the graph does with it: `consumed` is the number of the run's samples that are done,
     # None of a stream.
 
+    @property
+    def full(self) -> bool:
+        """Whether `check` may raise: asked after each item."""
+        return False
+
+    def watch(self, waits: Any) -> None:
+        """Tells it how long the loop waits for its items."""
+
     def check(self, consumed: "int | None") -> None:
         """Raises where what is noted is an error by now."""
 

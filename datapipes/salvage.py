@@ -57,10 +57,12 @@ class SkipLedger(Ledger):
     def _until(self, consumed: "int | None") -> "list[int]":
         return sorted(sample for sample in self._samples if consumed is None or sample < consumed)
 
+    @property
+    def full(self) -> bool:
+        return self.count > self.budget
+
     def check(self, consumed: "int | None", error: "Exception | None" = None) -> None:
         """Raises SkipBudgetError where more was done without, of what is consumed, than may be."""
-        if self.count <= self.budget:
-            return
         samples = self._until(consumed)
         if (count := self.before + len(samples) + len(self._items) + self._many) > self.budget:
             node, text = self._items[-1] if self._items else self._samples[samples[-1]]

@@ -56,8 +56,10 @@ class Wrapper:
         """One call of a stream's node that is a function of each item (torch's map, collate, filter)."""
         return function(item)
 
-    def iterate(self, node: IndexedDataPipe, begin: "Callable[[int], Iterator[Any]]", start: int) -> "Iterator[Any]":
-        """The items of an indexed node from number `start` on; `begin(n)` begins the node's own at n."""
+    def iterate(
+        self, node: IndexedDataPipe, begin: "Callable[[int], Iterator[Any]]", start: int, stop: "int | None"
+    ) -> "Iterator[Any]":
+        """The items of an indexed node from number `start` up to `stop`; `begin(n)` begins the node's own at n."""
         return self.items(node, partial(begin, start))
 
     def fetch(self, node: IndexedDataPipe, fetch: "Callable[[Any], Any]", numbers: Any) -> Any:
@@ -228,10 +230,16 @@ def _iterating(kind: Any) -> "Callable[..., Any]":
         begin: Callable[[int], Iterator[Any]] = lambda at: kind.iterate(self, at, stop)  # noqa: E731
         for wrapper in wrappers_of(self):
             if not (fetches and type(wrapper).fetch is not Wrapper.fetch):  # it sees them as they are fetched
-                begin = partial(wrapper.iterate, self, begin)
+                begin = _iterated(wrapper, self, begin, stop)
         return begin(start)
 
     return iterate
+
+
+def _iterated(
+    wrapper: Wrapper, node: Any, begin: "Callable[[int], Iterator[Any]]", stop: "int | None"
+) -> "Callable[[int], Iterator[Any]]":
+    return lambda at: wrapper.iterate(node, begin, at, stop)
 
 
 def _fetching(kind: Any) -> "Callable[..., Any]":
@@ -271,11 +279,14 @@ def _reducing(kind: Any) -> "Callable[..., Any]":
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         made = kind.__reduce_ex__(self, protocol)
         if isinstance(made, tuple) and made[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            return (_empty, (kind, *made[1][1:]), *made[2:])
+            # given at once: what a class with a __setstate__ of its own does not know would be lost
+            return (_empty, (kind, wrappers_of(self), *made[1][1:]), *made[2:])
         return made  # a class with a way of its own, or torch looking through the graph
 
     return __reduce_ex__
 
 
-def _empty(kind: Any, *arguments: Any) -> Any:
-    return kind.__new__(_wrapped_class(kind), *arguments)
+def _empty(kind: Any, wrappers: "tuple[Wrapper, ...]", *arguments: Any) -> Any:
+    node = kind.__new__(_wrapped_class(kind), *arguments)
+    vars(node)["_wrappers"] = wrappers
+    return node

@@ -61,11 +61,12 @@ class DataLoader2Iterator:
                 loader._begin_again()
             began = perf_counter()
             item = next(loader._items)
-            loader._waits.add(perf_counter() - began)
+            loader._waits.add(began, perf_counter())
             if loader._run is not None:
                 loader._run.delivered += 1
-            if loader._ledgers:
-                loader._check_ledgers()
+            for ledger in loader._ledgers:
+                if ledger.full:
+                    ledger.check(None if loader._run is None else loader._run.consumed_samples)
             return item
         except PauseIteration:
             self._left += 1
@@ -147,6 +148,8 @@ class DataLoader2(IndexedLoader):
         self._waits = Waits()
         self._counts: SourceCounts | None = None
         self._ledgers = ledgers_of(graph)
+        for ledger in self._ledgers:
+            ledger.watch(self._waits)
         self._terminated = False
 
     # Iterating ------------------------------------------------------------------------------------------
@@ -232,11 +235,6 @@ class DataLoader2(IndexedLoader):
             self._stream.through = True
         self._iterating = False
         self.reading_service.finalize_iteration()
-
-    def _check_ledgers(self) -> None:
-        consumed = None if self._run is None else self._run.consumed_samples
-        for ledger in self._ledgers:
-            ledger.check(consumed)
 
     def _begin_again(self) -> None:
         """Makes the items anew from the first that was not delivered; another Ctrl-C here changes nothing."""

@@ -25,10 +25,23 @@ class Waits:
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=WINDOW)
         self.total = 0.0
+        self.count = 0
+        self._first = self._until = 0.0
 
-    def add(self, seconds: float) -> None:
+    def add(self, began: float, ended: float) -> None:
+        """One wait, by time.perf_counter."""
+        seconds = ended - began
         self._last.append(seconds)
         self.total += seconds
+        self._until = ended
+        if not self.count:
+            self._first = began
+        self.count += 1
+
+    @property
+    def lasted(self) -> float:
+        """Seconds from the first wait's beginning to the last one's end."""
+        return self._until - self._first
 
     def metrics(self) -> "dict[str, int | float]":
         last = np.array(self._last) * 1e3

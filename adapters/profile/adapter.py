@@ -8,13 +8,11 @@ from ...datapipes.atomic import replacing
 from ...datapipes.core import IndexedDataPipe
 from ...datapipes.errors import LoaderError
 from ...datapipes.names import named_nodes, node_names
-from ...datapipes.wrapped import with_wrapper
 from ..around import gives_items, put_around
 from ..base import Adapter
 from ..retry import is_function
-from ..surgery import copied
 from .book import NodeProfile, Probe, ProfileBook
-from .measure import GATHER, LOOP, LoopWrapper, ProfileWrapper
+from .measure import GATHER, ProfileWrapper
 from .report import report, trace_events
 
 __all__ = ["Profile"]
@@ -47,18 +45,21 @@ class Profile(Adapter):
         graph = put_around(
             datapipe,
             [node for node, _ in named_nodes(datapipe)],
-            lambda node: ProfileWrapper(names[id(node)], self.ledger),
+            lambda node: ProfileWrapper(names[id(node)], self.ledger, node is datapipe),
             innermost=True,
         )
         self.kinds, self._below = {}, {}
+        gathers = {id(node) for node, _ in named_nodes(datapipe) if hasattr(type(node), "gathered")}
         for node, name in named_nodes(datapipe):
             self.kinds[name] = "function" if is_function(node) or hasattr(node, "fn") else _order(node)
-            self._below[name] = [names[id(below)] for below, _ in named_nodes(node)]
-            if hasattr(node, "gathered"):
-                self._below[name].append(name + GATHER)
+            below = [below for below, _ in named_nodes(node)]
+            self._below[name] = [names[id(n)] for n in below] + [
+                names[id(n)] + GATHER for n in below if id(n) in gathers
+            ]
+            if id(node) in gathers:
                 self._below[name + GATHER] = [name + GATHER]
         self.graph = graph
-        return with_wrapper(copied(graph), LoopWrapper(self.ledger))
+        return graph
 
     # What was measured --------------------------------------------------------------------------------------
 
@@ -66,23 +67,20 @@ class Profile(Adapter):
     def nodes(self) -> "list[NodeProfile]":
         """Each node, from the last one down."""
         probes = self.ledger.merged()
-        own = {name: _estimated(probe) for name, probe in probes.items()}
         found = []
         for name, below in self._below.items():
             probe = probes.get(name, Probe())
-            scale = probe.calls / probe.timed if probe.timed else 0.0
-            seconds, computing = own.get(name, (0.0, 0.0))
-            total = sum(own.get(other, (0.0, 0.0))[0] for other in dict.fromkeys(below))
-            total += sum(own.get(other + GATHER, (0.0, 0.0))[0] for other in below if other + GATHER not in below)
+            total = sum(probes[other].own for other in below if other in probes)
+            waiting = max(0.0, probe.own - probe.computing)
             found.append(
                 NodeProfile(
                     name,
-                    probe.calls,
-                    round(probe.samples * scale),
-                    round(probe.bytes * scale),
-                    seconds,
+                    round(probe.calls),
+                    round(probe.samples),
+                    round(probe.bytes),
+                    probe.own,
                     total,
-                    max(0.0, seconds - computing),
+                    waiting,
                     probe.longest,
                     probe.held,
                 )
@@ -97,18 +95,17 @@ class Profile(Adapter):
     @property
     def items(self) -> int:
         """How many items the training loop took."""
-        return self.ledger.probe(LOOP).calls
+        return self.ledger.loop.count if self.ledger.loop is not None else 0
 
     @property
     def waited(self) -> float:
         """Seconds that the training loop waited for items."""
-        return self.ledger.probe(LOOP).numbers
+        return self.ledger.loop.total if self.ledger.loop is not None else 0.0
 
     @property
     def waited_share(self) -> float:
         """How much of the training loop's time that was."""
-        probe = self.ledger.probe(LOOP)
-        return probe.numbers / ((probe.numbers + probe.own) or 1.0)
+        return self.waited / (self.ledger.loop.lasted or 1.0) if self.ledger.loop is not None else 1.0
 
     @property
     def workers(self) -> int:
@@ -147,9 +144,3 @@ class Profile(Adapter):
 
 def _order(node: DataPipe) -> str:
     return "order" if isinstance(node, IndexedDataPipe) and not gives_items(node) else ""
-
-
-def _estimated(probe: Probe) -> "tuple[float, float]":
-    """(s in the node itself, s of those computing) of all calls, from those that were timed."""
-    scale = probe.calls / probe.timed if probe.timed else 0.0
-    return probe.own * scale + probe.numbers, probe.computing * scale + probe.numbers_computing

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...datapipes.notes import Ledger
 
-__all__ = ["NodeProfile", "Probe", "ProfileBook", "Span"]
+__all__ = ["NodeProfile", "Probe", "ProfileBook", "Span", "Turns"]
 
 EVERY = 0.05  # s between two notes of a worker that is at work
 MOST_SPANS = 50_000  # kept, the newest
@@ -18,10 +18,9 @@ Span = tuple[str, float, float, int, int]
 
 @dataclass
 class Probe:
-    """The counts of one node in one process. Seconds are sums over the calls that were timed."""
+    """The counts of one node in one process. All but the calls are estimates, from the calls that were timed."""
 
     calls: int = 0
-    timed: int = 0
     own: float = 0.0
     """s in the node itself, without the nodes below."""
     computing: float = 0.0
@@ -32,19 +31,35 @@ class Probe:
     """s of the longest call, with what is below."""
     held: int = 0
     """bytes that the node kept, at most."""
-    numbers: float = 0.0
-    """s in calls that are answered by numbers, all of which are timed."""
-    numbers_computing: float = 0.0
+    looked: float = 0.0
+    """when that was looked at last"""
 
-    def add(self, other: "Probe") -> None:
+    def add(self, other: "Probe", scale: float = 1.0) -> None:
         for field in fields(Probe):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            setattr(self, field.name, max(mine, theirs) if field.name in ("longest", "held") else mine + theirs)
+            if field.name in ("longest", "held", "looked"):
+                setattr(self, field.name, max(mine, theirs))
+            else:
+                setattr(self, field.name, mine + theirs * scale)
+
+
+@dataclass
+class Turns:
+    """How many items an indexed graph has given in one process, and how many of them through the clocks."""
+
+    items: int = 0
+    timed: int = 0
+    untimed: int = 0  # that are to come before the next one that is
+
+    @property
+    def scale(self) -> float:
+        """How many items each timed one stands for."""
+        return self.items / self.timed if self.timed else 1.0
 
 
 @dataclass(frozen=True)
 class NodeProfile:
-    """What one node took, over all processes. Seconds and bytes are estimated from the calls that were timed."""
+    """What one node took, over all processes. All but `calls` is estimated from the calls that were timed."""
 
     node: str
     calls: int
@@ -68,13 +83,18 @@ class ProfileBook(Ledger):
     def __init__(self, key: str = "") -> None:
         super().__init__(key)
         self.probes: dict[str, Probe] = {}  # of this process, since the last note
+        self.turns = Turns()
+        self.loop: Any = None  # the loader's waits
         self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
-        self.processes: dict[int, dict[str, Probe]] = {}  # of the others
+        self.processes: dict[int, tuple[dict[str, Probe], Turns]] = {}  # of the others
         self._told = 0.0
         self._pid = os.getpid()
 
     def probe(self, name: str) -> Probe:
         return self.probes.setdefault(name, Probe())
+
+    def watch(self, waits: Any) -> None:
+        self.loop = waits
 
     def gathered(self, last: bool) -> Any:
         now = perf_counter()
@@ -83,23 +103,26 @@ class ProfileBook(Ledger):
         self._told = now
         found = {}
         for name, probe in self.probes.items():
-            if probe.calls or probe.numbers:
+            if probe.calls or probe.own:
                 found[name] = [getattr(probe, field.name) for field in fields(Probe)]
-                probe.__init__()  # type: ignore[misc]  # the clocks hold it
+                looked = probe.looked
+                probe.__init__(looked=looked)  # type: ignore[misc]  # the clocks hold it
         spans = [self.spans.popleft() for _ in range(len(self.spans))]
-        return (os.getpid(), found, spans[-2000:]) if found else None
+        turns = (self.turns.items, self.turns.timed)
+        return (os.getpid(), found, spans[-2000:], turns) if found or turns[0] else None
 
     def write(self, note: Any) -> None:
-        pid, found, spans = note
-        probes = self.processes.setdefault(pid, {})
+        pid, found, spans, turns = note
+        probes, _ = self.processes.setdefault(pid, ({}, Turns()))
         for name, values in found.items():
             probes.setdefault(name, Probe()).add(Probe(*values))
+        self.processes[pid] = (probes, Turns(*turns))
         self.spans.extend(tuple(span) for span in spans)
 
     def merged(self) -> "dict[str, Probe]":
         """{node: its counts} of all processes together."""
         found: dict[str, Probe] = {}
-        for probes in ({**self.probes}, *self.processes.values()):
+        for probes, turns in ((self.probes, self.turns), *self.processes.values()):
             for name, probe in list(probes.items()):
-                found.setdefault(name, Probe()).add(probe)
+                found.setdefault(name, Probe()).add(probe, turns.scale)
         return found

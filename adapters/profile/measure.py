@@ -1,15 +1,17 @@
 """The clocks around the nodes.
 
 Calls nest: what a node takes itself is what it takes less what the nodes below take within. Each thread has a `Clock`,
-in which a call that ends adds its time to what is "below" for the one around it.
+in which a call that ends adds its time to what is "below" for the one around it, with the time that measuring took.
 
-Quick items are timed now and then alone, so that measuring costs about a hundredth of what is measured; which ones, the
-outermost node of the thread decides, so that all below are timed with it. What nodes answer by numbers is done for
-hundreds of items at once, and always timed.
+Quick items are timed now and then alone, so that measuring costs some hundredths of what is measured. An indexed graph
+then runs in turns: a stretch of items through the clocks, and a longer one through its twin without them, which gives
+the same items. Of a stream, which has no twin, the outermost node of the thread says for each item whether it is timed.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -18,15 +20,17 @@ import torch
 
 from ...datapipes._torch import DataPipe, IterDataPipe, MapDataPipe
 from ...datapipes.core import IndexedDataPipe, Unpickled
+from ...datapipes.kernels import load_kernels
 from ...datapipes.wrapped import Wrapper
+from ..around import taken_off
 from .book import Probe, ProfileBook
 
-__all__ = ["GATHER", "LOOP", "LoopWrapper", "ProfileWrapper", "bytes_of", "samples_of"]
+__all__ = ["GATHER", "ProfileWrapper", "bytes_of", "samples_of"]
 
 GATHER = ": gather"  # added to a batcher's name: the reading itself, of all sources at once
-LOOP = "the loop"
 COST = 5e-4  # s: items that take less are timed one in so many
 MOST_LEFT_OUT = 64
+STRETCH, CHUNK = 512, 256  # items of an indexed graph that are timed together, and counted together where they are not
 LOOK_EVERY = 0.5  # s between two looks at what a node keeps
 
 
@@ -37,6 +41,9 @@ class Clock:
         self.depth = 0
         self.off = False  # the item that is made is not timed
         self.left = 0  # items until the next one is
+        self.passed = 0  # items since the last one was
+        self.weight = 1  # so many items does the one that is timed stand for
+        self.seen = 0  # that were timed
         self.below = self.below_computing = 0.0  # s of calls that have ended within the one that runs
 
 
@@ -56,44 +63,111 @@ class ProfileWrapper(Wrapper):
 
     kind = "profile"
 
-    def __init__(self, name: str, book: ProfileBook) -> None:
-        self.name, self.ledger = name, book
-        self._box = Unpickled()
+    def __init__(self, name: str, book: ProfileBook, outermost: bool = False) -> None:
+        self.name, self.ledger, self.outermost = name, book, outermost
+        self._plain = Unpickled()
+        self._box, self._box_of_gather = Unpickled(), Unpickled()
 
     @property
     def _probe(self) -> Probe:
         probe = self._box.value
         if probe is None:
+            load_kernels()  # once a process, and no node's doing
             probe = self._box.value = self.ledger.probe(self.name)
+        return probe
+
+    @property
+    def _gather(self) -> Probe:
+        probe = self._box_of_gather.value
+        if probe is None:
+            probe = self._box_of_gather.value = self.ledger.probe(self.name + GATHER)
         return probe
 
     def timed(self, clock: Clock, probe: Probe, node: DataPipe, function: "Callable[..., Any]", *arguments: Any) -> Any:
         """What the function gives; the call counts."""
+        entered = perf_counter()
         below, below_computing = clock.below, clock.below_computing
         clock.below = clock.below_computing = 0.0
+        if not clock.depth:
+            clock.weight, clock.passed = 1 + clock.passed, 0
         clock.depth += 1
+        weight = clock.weight
         began, computed = perf_counter(), thread_time()
         try:
             item = function(*arguments)
         finally:
-            computing = thread_time() - computed
-            seconds = perf_counter() - began
+            computing, ended = thread_time() - computed, perf_counter()
             clock.depth -= 1
-            probe.own += max(0.0, seconds - clock.below)
-            probe.computing += max(0.0, computing - clock.below_computing)
+            seconds = ended - began
+            probe.own += weight * max(0.0, seconds - clock.below)
+            probe.computing += weight * max(0.0, computing - clock.below_computing)
             clock.below, clock.below_computing = below + seconds, below_computing + computing
         probe.calls += 1
-        probe.timed += 1
         probe.longest = max(probe.longest, seconds)
-        probe.samples += samples_of(item)
-        probe.bytes += bytes_of(item)
+        probe.samples += weight * samples_of(item)
+        probe.bytes += weight * bytes_of(item)
         self.ledger.spans.append((self.name, began, seconds, self.ledger._pid, threading.get_ident()))
         if not clock.depth:
-            clock.left = min(int(COST / max(seconds, 1e-9)), MOST_LEFT_OUT)
-        if began - vars(probe).get("_looked", 0.0) > LOOK_EVERY:
-            vars(probe)["_looked"] = began
+            clock.seen += 1
+            clock.left = min(int(COST / max(seconds, 1e-9)), MOST_LEFT_OUT, clock.seen // 4)
+        if began - probe.looked > LOOK_EVERY:
+            probe.looked = began
             probe.held = max(probe.held, held_by(node))
+        measuring = perf_counter() - ended + began - entered
+        clock.below += measuring
+        clock.below_computing += measuring
         return item
+
+    def iterate(
+        self, node: IndexedDataPipe, begin: "Callable[[int], Iterator[Any]]", start: int, stop: "int | None"
+    ) -> "Iterator[Any]":
+        if not self.outermost:
+            return self._all_timed(begin(start), node)
+        return self._in_turns(node, begin, start, node.end if stop is None else min(stop, node.end))
+
+    def _in_turns(
+        self, node: IndexedDataPipe, begin: "Callable[[int], Iterator[Any]]", at: int, end: int
+    ) -> "Iterator[Any]":
+        turns, twin = self.ledger.turns, None
+        _ = self._probe
+        while at < end:
+            if turns.untimed <= 0:
+                stretch, began = min(STRETCH, end - at), perf_counter()
+                away = 0.0  # s that the items were looked at by whoever asked for them
+                for item in islice(self._all_timed(begin(at), node), stretch):
+                    turns.items += 1
+                    turns.timed += 1
+                    left = perf_counter()
+                    yield item
+                    away += perf_counter() - left
+                at += stretch
+                # s of measuring an item, some 12e-6, are to be a fiftieth of what all of them take
+                each = max(1e-7, (perf_counter() - began - away) / stretch - 12e-6)
+                turns.untimed = int(stretch * min(12e-6 / (0.02 * each), MOST_LEFT_OUT))
+            else:
+                chunk = min(CHUNK, turns.untimed, end - at)
+                turns.items += chunk
+                turns.untimed -= chunk
+                if twin is None:
+                    twin = self._without_clocks(node).iterate(at, end)
+                yield from islice(twin, chunk)
+                at += chunk
+                if turns.untimed <= 0:
+                    twin = None
+
+    def _without_clocks(self, node: IndexedDataPipe) -> Any:
+        """The same graph without any."""
+        if self._plain.value is None or self._plain.value[0] is not node:
+            self._plain.value = (node, taken_off(node, lambda wrapper: isinstance(wrapper, ProfileWrapper)))
+        return self._plain.value[1]
+
+    def _all_timed(self, items: "Iterator[Any]", node: DataPipe) -> "Iterator[Any]":
+        probe, clock = self._probe, clock_of_thread()
+        with contextlib.suppress(StopIteration):
+            while True:
+                item = self.timed(clock, probe, node, items.__next__)
+                clock.left = 0
+                yield item
 
     def items(self, node: DataPipe, begin: "Callable[[], Iterator[Any]]") -> "Iterator[Any]":
         probe, clock = self._probe, clock_of_thread()
@@ -109,6 +183,7 @@ class ProfileWrapper(Wrapper):
                     item = self.timed(clock, probe, node, pull)
                 else:
                     clock.left -= 1
+                    clock.passed += 1
                     clock.off = True
                     try:
                         item = pull()
@@ -131,12 +206,11 @@ class ProfileWrapper(Wrapper):
 
     def numbers(self, node: IndexedDataPipe, function: "Callable[..., Any]", *arguments: Any) -> Any:
         clock = clock_of_thread()
-        if function.__name__ == "gathered":
-            probe = self.ledger.probe(self.name + GATHER)
-            if not clock.off:
-                return self.timed(clock, probe, node, function, *arguments)
-            probe.calls += 1
+        if clock.off and function.__name__ == "gathered":
+            self._gather.calls += 1
             return function(*arguments)
+        if function.__name__ == "gathered":
+            return self.timed(clock, self._gather, node, function, *arguments)
         probe, below, below_computing = self._probe, clock.below, clock.below_computing
         clock.below = clock.below_computing = 0.0
         began, computed = perf_counter(), thread_time()
@@ -144,36 +218,9 @@ class ProfileWrapper(Wrapper):
             return function(*arguments)
         finally:
             computing, seconds = thread_time() - computed, perf_counter() - began
-            probe.numbers += max(0.0, seconds - clock.below)
-            probe.numbers_computing += max(0.0, computing - clock.below_computing)
+            probe.own += max(0.0, seconds - clock.below)
+            probe.computing += max(0.0, computing - clock.below_computing)
             clock.below, clock.below_computing = below + seconds, below_computing + computing
-
-
-class LoopWrapper(Wrapper):
-    """Measures how long the training loop waits for items, and how long it works on them."""
-
-    kind = "profile"
-    in_main_process = True
-    label = ""
-
-    def __init__(self, book: ProfileBook) -> None:
-        self.ledger = book
-
-    def items(self, node: DataPipe, begin: "Callable[[], Iterator[Any]]") -> "Iterator[Any]":
-        probe = self.ledger.probe(LOOP)
-        items = begin()
-        came = perf_counter()
-        while True:
-            asked = perf_counter()
-            probe.own += asked - came  # the loop's own work on the item before
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            came = perf_counter()
-            probe.numbers += came - asked  # it waited
-            probe.calls += 1
-            yield item
 
 
 def samples_of(item: Any) -> int:

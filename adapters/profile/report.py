@@ -20,53 +20,29 @@ def report(profile: "Profile") -> str:
     if not any(row.calls for row in rows):
         return "nothing was measured: no item came through the profiled graph"
     whole = sum(row.own for row in rows) or 1.0
-    head = [
-        "node",
-        "share",
-        "own s",
-        "total s",
-        "waits s",
-        "ms/call",
-        "longest ms",
-        "calls",
-        "samples",
-        "MB",
-        "keeps MB",
-    ]
-    lines = [head]
-    for row in rows:
-        lines.append(
-            [
-                row.node,
-                f"{row.own / whole:.1%}",
-                f"{row.own:.3f}",
-                f"{row.total:.3f}",
-                f"{row.waiting:.3f}",
-                f"{row.own_ms:.3f}",
-                f"{1e3 * row.longest:.3f}",
-                f"{row.calls:,}",
-                f"{row.samples:,}",
-                f"{row.bytes / 1e6:,.1f}",
-                f"{row.held / 1e6:,.1f}",
-            ]
-        )
+    head = "node", "share", "own s", "total s", "waits s", "ms/call", "longest ms", "calls", "samples", "MB", "keeps MB"
+    lines = [head, *(_cells(row, whole) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    text = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    text.insert(1, "-" * len(text[0]))
+    text = []
+    for line in lines:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        text.append("  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip())
     where = f"{profile.workers} worker process(es)" if profile.workers else "the process of the loop"
-    text.append("")
-    text.append(
-        f"Made in {where}; the loop took {profile.items:,} items and waited {profile.waited:.3f} s for them, "
-        f"{profile.waited_share:.0%} of its time."
-    )
+    loop = f"; the loop took {profile.items:,} items and waited {profile.waited:.3f} s for them, "
+    loop += f"{profile.waited_share:.0%} of its time"
+    text += ["", f"Made in {where}{loop if profile.items else ''}."]
     text.append(advice(profile))
     return "\n".join(text)
+
+
+def _cells(row: NodeProfile, whole: float) -> "tuple[str, ...]":
+    if not row.calls and not row.own:
+        return row.node, *[""] * 10
+    times = f"{row.own / whole:.1%}", f"{row.own:.3f}", f"{row.total:.3f}", f"{row.waiting:.3f}"
+    if not row.calls:  # it is asked for numbers alone
+        return row.node, *times, *[""] * 6
+    each = f"{row.own_ms:.3f}", f"{1e3 * row.longest:.3f}", f"{row.calls:,}", f"{row.samples:,}"
+    return row.node, *times, *each, f"{row.bytes / 1e6:,.1f}", f"{row.held / 1e6:,.1f}"
 
 
 def advice(profile: "Profile") -> str:
@@ -76,8 +52,8 @@ def advice(profile: "Profile") -> str:
         return "Nothing was measured."
     whole = sum(row.own for row in profile.nodes) or 1.0
     text = f"Slowest: {slowest.node}, {slowest.own / whole:.0%} of the time in the graph"
-    text += f", {slowest.own_ms:.3g} ms a call"
-    waits = slowest.waiting > slowest.own / 2
+    text += f", {slowest.own_ms:.3g} ms a call" if slowest.calls else ""
+    waits = slowest.waiting > 0.7 * slowest.own  # where cores are scarce, what computes waits for its turn too
     text += ", mostly waiting. " if waits else ", mostly computing. "
     if profile.items > 1 and profile.waited_share < QUIET:
         return text + "The loop hardly waits: there is nothing to gain."
