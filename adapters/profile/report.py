@@ -69,10 +69,10 @@ def _remedy(slowest: NodeProfile, waits: bool, profile: "Profile") -> str:
             )
         return "It copies tokens at the speed of memory; more processes would not help."
     if waits:
-        way = f"Placement({{{slowest.node!r}: threads(8)}})" if kind == "function" else "Prefetch()"
+        way = f"Placement({{{slowest.node!r}: Threads(8)}})" if kind == "function" else "Prefetch()"
         return f"{way} makes items while others are waited for" + _or_workers(profile)
     if kind == "function":
-        return f"Placement({{{slowest.node!r}: processes(4)}}) runs it on more cores" + _or_workers(profile)
+        return f"Placement({{{slowest.node!r}: Processes(4)}}) runs it on more cores" + _or_workers(profile)
     return "MultiProcessingReadingService(num_workers) runs the graph on more cores."
 
 

@@ -8,7 +8,6 @@ the worker is doing and even while it is stopped.
 
 import contextlib
 import ctypes
-import errno
 import faulthandler
 import mmap
 import multiprocessing
@@ -22,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from multiprocessing import reduction, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ import torch
 
 from ...datapipes.deadline import Deadline, tell_deadlines
 from ...datapipes.errors import ArgumentTypeError, ConfigurationError
+from ...datapipes.lifeline import PassedDescriptor, end_with
 from ...datapipes.names import where_in_frames
 from ...datapipes.notes import become_worker
 from .channel import Channel, ChannelClosed, shared_memory
@@ -42,7 +42,6 @@ IGNORED = tuple(
 )
 """What a scheduler or a terminal sends to a whole group: the main process decides, workers end with their lines."""
 
-_F_SETSIG = 10  # fcntl.h on Linux; Python's fcntl has no name for it before 3.13
 _TELL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 7  # to a worker: write down where you are
 _NUMBER = struct.Struct("=q")
 _NAME = 256  # bytes of a node's name in the page
@@ -63,20 +62,6 @@ def context_of(context: "str | BaseContext | None") -> BaseContext:
     if not isinstance(context, BaseContext):
         raise ArgumentTypeError(f"multiprocessing_context must be a start method or a context, got {context!r}")
     return context
-
-
-class _Passed:
-    """A descriptor that a child process is given."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (reduction.DupFd(self.number),)
-
-
-def _received(duplicate: Any) -> _Passed:
-    return _Passed(duplicate.detach())
 
 
 # Ends of lines that belong to the main process alone: a child of whatever kind that held one would keep alive what
@@ -118,7 +103,7 @@ class Process:
         self._descriptor, self._questions = -1, 0
         _OURS.add(self)
         lines = (child.fileno(), child_side.fileno(), child_life, page, self._stack, *(end.fileno() for end in ends))
-        passed = [_Passed(line) for line in lines]
+        passed = [PassedDescriptor(line) for line in lines]
         try:
             self._process = context.Process(  # type: ignore[attr-defined]
                 target=_begin, args=(run, passed, *arguments), daemon=True, name=name
@@ -342,7 +327,7 @@ def _nothing(*_: Any) -> None:
     """What a worker does at a signal; other than to ignore it, this is not passed on to the programs that it starts."""
 
 
-def _begin(run: "Callable[..., None]", passed: "list[_Passed]", *arguments: Any) -> None:
+def _begin(run: "Callable[..., None]", passed: "list[PassedDescriptor]", *arguments: Any) -> None:
     """The first thing that a worker does."""
     for number in IGNORED:
         signal.signal(number, _nothing)
@@ -351,7 +336,7 @@ def _begin(run: "Callable[..., None]", passed: "list[_Passed]", *arguments: Any)
     channel, side, life, page, stack, *ends = (each.number for each in passed)
     if hasattr(faulthandler, "register"):
         faulthandler.register(_TELL, file=stack, all_threads=False)
-    _end_with(life)
+    end_with(life)
     torch.set_num_threads(1)
     _keep_memory()
     lines = Lines(Channel(socket.socket(fileno=channel)), socket.socket(fileno=side), mmap.mmap(page, mmap.PAGESIZE))
@@ -362,23 +347,6 @@ def _begin(run: "Callable[..., None]", passed: "list[_Passed]", *arguments: Any)
     threading.Thread(target=lines.answer, args=(threading.get_ident(),), daemon=True).start()
     with contextlib.suppress(ChannelClosed):
         run(lines, *arguments)
-
-
-def _end_with(life: int) -> None:
-    """SIGKILL to this process when the pipe's other end is closed: by the kernel, whatever runs here."""
-    import fcntl
-
-    try:
-        fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(life, _F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
-    except OSError as error:  # not on this system: the side line's thread ends the process then
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTTY):
-            raise
-    poll = select.poll()
-    poll.register(life, 0)
-    if poll.poll(0):  # closed before we could say so
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _keep_memory() -> None:
