@@ -4,7 +4,7 @@ base.py is what an adapter is, surgery.py how a graph is cut without touching th
 skip that a resumed run begins with, journal.py the changes of a run written into its graph.
 """
 
-from ..datapipes import Drawing, draw, tree
+from ..datapipes import Drawing, Finding, draw, lint, tree
 from .base import Adapter
 from .journal import ApplyJournal
 from .resume import ResumeSkip
@@ -24,11 +24,13 @@ __all__ = [
     "Adapter",
     "ApplyJournal",
     "Drawing",
+    "Finding",
     "ResumeSkip",
     "draw",
     "find_dps",
     "insert_after",
     "insert_before",
+    "lint",
     "list_dps",
     "map_graph",
     "remove_dp",

@@ -16,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "plan": "what the next steps will take of each source, and what will go wrong",
     "contents": "what was in a step: each row's rank, source, epoch, document, file and place, and its text",
     "when": "in which steps a document or token was seen, or will be",
+    "lint": "what is wrong with a graph before it runs: node, rule, and the change to make",
     "certify": "8 bytes a step that stand for its rows; and where two runs differ first",
 }
 """The subcommands, a module each, with the line that the help shows."""

@@ -18,8 +18,9 @@ before, during and after a run:
 
 and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, filemap.py, pages.py
 (read-ahead, resident memory), fingerprint.py, tree.py and draw.py (a graph as text, as a picture), names.py (of nodes),
-wrapped.py (what is put around them), arguments.py (what a recipe writes down), atomic.py, rank_zero.py, rank_group.py
-(what ranks ask each other; full_sync.py: streams end together), errors.py.
+linting/ (what is wrong with a graph), pickled.py (what of it cannot travel), wrapped.py (what is put around nodes),
+arguments.py (what a recipe writes down), atomic.py, rank_zero.py, rank_group.py (what ranks ask each other;
+full_sync.py: streams end together), errors.py.
 
     >>> import tempfile, numpy as np
     >>> path = tempfile.mkdtemp() + "/prose.npy"
@@ -47,6 +48,7 @@ from .exclude import Excluder
 from .formats.ids import DocumentIds
 from .formats.own import TokenFileWriter, verify_token_file
 from .full_sync import FullSync
+from .linting import Finding, lint
 from .permute import Permuter
 from .plan import Overlap, Plan, overlap
 from .read import TokenReader
@@ -80,6 +82,7 @@ __all__ = [
     "DocumentTokenizer",
     "Drawing",
     "Excluder",
+    "Finding",
     "FullSync",
     "IndexedDataPipe",
     "JsonLinesReader",
@@ -112,6 +115,7 @@ __all__ = [
     "certify",
     "draw",
     "linear_ramp",
+    "lint",
     "load_nanotron",
     "load_recipe",
     "load_tokenizer",

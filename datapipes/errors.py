@@ -31,7 +31,7 @@ Each is also the built-in that a caller would catch without knowing us:
         ├── IteratorInvalidatedError
         └── LoaderShutdownError
 
-Warnings: `TokenFileWarning` (a file looks wrong), `LoaderWarning` (a call does nothing here).
+Warnings: `TokenFileWarning` (a file looks wrong), `LoaderWarning` (a call does nothing here, or ranks get wrong data).
 """
 
 __all__ = [
@@ -185,4 +185,4 @@ class TokenFileWarning(UserWarning):
 
 
 class LoaderWarning(UserWarning):
-    """A call that has no effect here."""
+    """A call that has no effect here, or a graph with which ranks get wrong data."""

@@ -15,6 +15,7 @@ from ..datapipes.errors import (
     LoaderShutdownError,
     LoaderWarning,
 )
+from ..datapipes.linting import serious_findings
 from ..datapipes.plan.counts import SourceCounts
 from ..datapipes.rank_zero import warn
 from .in_process import InProcessReadingService
@@ -134,6 +135,8 @@ class DataLoader2(IndexedLoader):
             graph = adapter(graph)
             if not isinstance(graph, (IterDataPipe, MapDataPipe)):
                 raise ArgumentTypeError(f"adapter {adapter!r} gave back no graph but {graph!r}")
+        for finding in serious_findings(graph):
+            warn(f"lint: {finding}", LoaderWarning, stacklevel=2)
         self.datapipe = graph
         self.reading_service: ReadingServiceInterface = reading_service or InProcessReadingService()
         self._run = IndexedRun(graph) if isinstance(graph, IndexedDataPipe) else None

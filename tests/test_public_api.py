@@ -18,6 +18,7 @@ from tokenpipe.datapipes import (
     audit,
     errors,
     formats,
+    linting,
     plan,
     recipes,
     streaming,
@@ -35,7 +36,7 @@ PACKAGES = [datapipes, adapters, reading_services, cli]
 def modules() -> list[str]:
     return [
         f"{package.__name__}.{module.name}"
-        for package in [*PACKAGES, audit, formats, plan, recipes, streaming, tokenize, workers]
+        for package in [*PACKAGES, audit, formats, linting, plan, recipes, streaming, tokenize, workers]
         for module in pkgutil.iter_modules(package.__path__)
     ]
 

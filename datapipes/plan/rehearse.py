@@ -10,13 +10,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from ..audit.ledger import steps_of
 from ..batch import batcher_of
 from ..bound import Limiter, Once
 from ..core import MAX_NUMBER, IndexedDataPipe, as_count, sample_node
-from ..gather import Routes
+from ..rhythm import uneven_shares
 from ..shard import sharder_of
 from ..steps import StepTable, nearest_multiples
 from .counts import SourceCounts
@@ -29,12 +27,6 @@ TIMELINE = 160
 
 MOST_EPOCHS = 4
 """Up to here repeated tokens train about as well as new ones (Muennighoff et al. 2023)."""
-
-ROUNDS, MOST_ROUTED = 512, 1 << 20
-"""How many rounds of dp samples are looked at for what each rank gets, and samples at most."""
-
-FEWEST = 16
-"""Samples that a rank should see of a source before it is judged whether it does."""
 
 MOST_NAMED = 8
 """Sources that one warning names."""
@@ -348,22 +340,13 @@ def _about_ranks(
     if sharder is None or sharder.seed is not None or sharder.topology.dp_size == 1:
         return
     dp = sharder.topology.dp_size
-    routes = Routes(counts.order)
-    names, which = np.unique([leaf.name for leaf in routes.leaves], return_inverse=True)
     for first in [begin, *changes[:8]]:
-        rounds = min(ROUNDS, max(1, MOST_ROUTED // dp), (stop - first) // dp)
-        leaves, _ = routes.resolve(np.arange(first, first + rounds * dp, dtype=np.int64))
-        given = np.bincount(which[leaves] * dp + np.tile(np.arange(dp), rounds), minlength=len(names) * dp)
-        given = given.reshape(len(names), dp)  # what each slot of the rounds takes of each source
-        due = given.mean(axis=1)
-        far = np.where(due >= FEWEST, np.abs(given - due[:, None]).max(axis=1) / np.maximum(due, 1), 0)
-        if far[worst := int(far.argmax())] > 0.5:
-            slot = int(np.abs(given[worst] - due[worst]).argmax())
-            rank = sharder.topology.rank_of_slot(np.array([(slot + first - begin) % dp]), np.zeros(1, np.int64))
+        uneven = uneven_shares(counts.order, first, dp, (first - begin) % dp, stop)
+        if uneven is not None and uneven.much:
             yield (
-                f"the blend's rhythm meets dp_size {dp}: from step {table.step_of(first):,} on rank {rank[0]} takes "
-                f"{given[worst, slot] / rounds:.1%} of its samples from source {str(names[worst])!r}, where all ranks "
-                f"together take {due[worst] / rounds:.1%}; shard_ranks(seed=...) would even it out"
+                f"the blend's rhythm meets dp_size {dp}: from step {table.step_of(first):,} on rank {uneven.rank} "
+                f"takes {uneven.shares[uneven.rank]:.1%} of its samples from source {uneven.source!r}, where all ranks "
+                f"together take {uneven.shares.mean():.1%}; shard_ranks(seed=...) would even it out"
             )
             return
 
