@@ -1,13 +1,29 @@
-"""Passes that take a graph and give back a graph: see, check, rewrite.
+"""Passes that take a graph and give back a graph: see, check, measure, guard, rewrite.
 
-base.py is what an adapter is, surgery.py how a graph is cut without touching the caller's, resume.py the
-skip that a resumed run begins with, journal.py the changes of a run written into its graph.
+base.py       what an adapter is
+surgery.py    how a graph is looked through and cut, without touching the caller's
+around.py     how something is put around nodes, which keep what they are (datapipes/wrapped.py)
+resume.py     where a run goes on      journal.py    what changed while it ran
+bounds.py     its end, its masks       shuffle.py    its shuffling and seed    replace.py   other kinds of nodes
+tap.py        a look at what flows     profile/      where the time goes
+timeout.py    what takes too long      retry.py      what fails
+ahead.py      threads and devices      placement.py  threads and processes for one node
+applied.py    one on a loader that runs              defaults.py  settings for this machine
 """
 
 from ..datapipes import Drawing, Finding, draw, lint, tree
+from .ahead import PinMemory, Prefetch, ToDevice
+from .applied import applied
 from .base import Adapter
+from .bounds import Exclude, Limit
+from .defaults import Autotune, Defaults
 from .journal import ApplyJournal
+from .placement import Placement, Processes, Threads
+from .profile import NodeProfile, Profile
+from .replace import Replace
 from .resume import ResumeSkip
+from .retry import Retry, SkipErrors
+from .shuffle import Seed, Shuffle
 from .surgery import (
     find_dps,
     insert_after,
@@ -19,13 +35,37 @@ from .surgery import (
     rewritten,
     traverse_dps,
 )
+from .tap import Tap, Trace
+from .timeout import CacheTimeout, Timeout
 
 __all__ = [
     "Adapter",
     "ApplyJournal",
+    "Autotune",
+    "CacheTimeout",
+    "Defaults",
     "Drawing",
+    "Exclude",
     "Finding",
+    "Limit",
+    "NodeProfile",
+    "PinMemory",
+    "Placement",
+    "Prefetch",
+    "Processes",
+    "Profile",
+    "Replace",
     "ResumeSkip",
+    "Retry",
+    "Seed",
+    "Shuffle",
+    "SkipErrors",
+    "Tap",
+    "Threads",
+    "Timeout",
+    "ToDevice",
+    "Trace",
+    "applied",
     "draw",
     "find_dps",
     "insert_after",

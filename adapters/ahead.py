@@ -60,6 +60,8 @@ class Prefetch(Adapter):
     Raises GraphError for a node whose items nobody pulls one by one, or that may not run in a thread.
     """
 
+    keeps_items = True
+
     def __init__(self, depth: int = 2, nodes: Any = None) -> None:
         self.depth, self.nodes = as_count("depth", depth), as_chosen(nodes)
 
@@ -111,6 +113,8 @@ class PinMemory(Adapter):
     """Copies what the graph gives to page-locked memory, in the process of the training loop; without CUDA it changes
     nothing. With worker processes their service does the same by itself (its `pin_memory`).
     """
+
+    keeps_items = True
 
     def __call__(self, datapipe: DataPipe) -> DataPipe:
         return put_around(datapipe, [datapipe], lambda node: PinMemoryWrapper())
@@ -190,6 +194,8 @@ class ToDevice(Adapter):
         device: as torch.device takes it.
         ahead: items that are copied before they are asked for, on CUDA.
     """
+
+    keeps_items = True
 
     def __init__(self, device: "str | int | torch.device", ahead: int = 1) -> None:
         try:

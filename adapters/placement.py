@@ -264,6 +264,8 @@ class Placement(Adapter):
     Raises GraphError for a node that cannot be placed, with the reason. In a worker process there can be no Processes.
     """
 
+    keeps_items = True
+
     def __init__(self, nodes: "Mapping[Any, Threads | Processes]") -> None:
         if not isinstance(nodes, Mapping) or not nodes:
             raise ArgumentTypeError(f"Placement takes {{node: Threads(n) or Processes(n)}}, got {nodes!r:.80}")

@@ -169,6 +169,8 @@ class Retry(Adapter):
     Raises GraphError for a chosen node that cannot go back, with the reason.
     """
 
+    keeps_items = True
+
     def __init__(
         self,
         exceptions: "type[Exception] | tuple[type[Exception], ...]" = OSError,
@@ -248,6 +250,8 @@ class SkipErrors(Adapter):
 
     `skipped` says which. Raises GraphError where nothing can be left out, with the reason.
     """
+
+    keeps_items = True
 
     def __init__(
         self,

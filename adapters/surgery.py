@@ -179,6 +179,11 @@ def is_made_from(node: DataPipe, original: DataPipe) -> bool:
     return node is original or any(reference() is original for reference in _MADE_FROM.get(node, ()))
 
 
+def same_graph(datapipe: DataPipe, other: "DataPipe | None") -> bool:
+    """Whether one of two graphs was made from the other by cuts, or is it."""
+    return other is not None and (is_made_from(datapipe, other) or is_made_from(other, datapipe))
+
+
 def _sources_first(datapipe: DataPipe, stop: Any = ()) -> "list[DataPipe]":
     """Every node once, after all its inputs; what only nodes in `stop` (ids) read from is left out."""
     order: list[DataPipe] = []

@@ -53,6 +53,8 @@ class Tap(Adapter):
     Raises GraphError for a node of an indexed graph over which numbers flow and no items.
     """
 
+    keeps_items = True
+
     def __init__(self, fn: "Callable[[Any], Any]", nodes: Any = None) -> None:
         if not callable(fn):
             raise ArgumentTypeError(f"Tap takes a function, got {fn!r:.80}")
@@ -70,6 +72,8 @@ class Trace(Adapter):
         items: how many of each node, in each process that makes some.
         to: what is called with each line; left out, they go to stderr.
     """
+
+    keeps_items = True
 
     def __init__(self, nodes: Any = None, items: int = 10, to: "Callable[[str], Any] | None" = None) -> None:
         if to is not None and not callable(to):

@@ -136,6 +136,8 @@ class Timeout(Adapter):
     Raises GraphError for a node that has no items.
     """
 
+    keeps_items = True
+
     def __init__(self, seconds: float, nodes: Any = None) -> None:
         self.seconds, self.nodes = _as_seconds("seconds", seconds), as_chosen(nodes)
 
@@ -154,6 +156,8 @@ class CacheTimeout(Adapter):
 
     Raises ValueError without a timeout.
     """
+
+    keeps_items = True
 
     def __init__(self, timeout: "int | None" = None) -> None:
         if timeout is None:

@@ -2,14 +2,16 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter
 from types import TracebackType
 from typing import Any
 
+from ..adapters.base import Adapter
+from ..adapters.shuffle import SeedWrapper
 from ..datapipes._torch import DataPipe, IterDataPipe, MapDataPipe
-from ..datapipes.core import IndexedDataPipe, as_count
+from ..datapipes.core import IndexedDataPipe
 from ..datapipes.errors import (
     ArgumentTypeError,
+    GraphError,
     IteratorInvalidatedError,
     LoaderError,
     LoaderShutdownError,
@@ -18,9 +20,11 @@ from ..datapipes.errors import (
 from ..datapipes.linting import serious_findings
 from ..datapipes.plan.counts import SourceCounts
 from ..datapipes.rank_zero import warn
-from .in_process import InProcessReadingService
+from ..datapipes.wrapped import wrappers_of
+from .autotune import service_for
 from .indexed_loader import IndexedLoader
-from .interface import CheckpointableReadingServiceInterface, PauseIteration, ReadingServiceInterface
+from .interface import CheckpointableReadingServiceInterface, ReadingServiceInterface
+from .iterator import DataLoader2Iterator
 from .metrics import Waits
 from .noted import ledgers_of, load_noted, noted
 from .run import IndexedRun
@@ -30,77 +34,6 @@ from .stream_state import StreamRun
 __all__ = ["DataLoader2", "DataLoader2Iterator"]
 
 GraphPass = Callable[[DataPipe], DataPipe]
-
-
-class DataLoader2Iterator:
-    """What `iter(loader)` gives. A newer one, a seek or a loaded state invalidates it.
-
-    Attributes other than these are those of the graph's own iterator.
-    """
-
-    def __init__(self, loader: "DataLoader2", number: int) -> None:
-        self._loader, self._number = loader, number
-        self._limit: int | None = None
-        self._left = 0
-        self._ended = self._paused = False
-
-    def __iter__(self) -> "DataLoader2Iterator":
-        return self
-
-    def __next__(self) -> Any:
-        loader = self._loader
-        if self._number != loader._iterator_number:
-            loader._refuse()
-        if self._paused:
-            raise StopIteration
-        if self._limit is not None:
-            if self._left <= 0:
-                raise StopIteration
-            self._left -= 1
-        try:
-            if loader._interrupted:
-                loader._begin_again()
-            began = perf_counter()
-            item = next(loader._items)
-            loader._waits.add(began, perf_counter())
-            if loader._run is not None:
-                loader._run.delivered += 1
-            for ledger in loader._ledgers:
-                if ledger.full:
-                    ledger.check(None if loader._run is None else loader._run.consumed_samples)
-            return item
-        except PauseIteration:
-            self._left += 1
-            raise StopIteration from None
-        except StopIteration:
-            if not self._ended:
-                self._ended = True
-                loader._at_end()
-            raise
-        except Exception:
-            loader.shutdown()
-            raise
-        except BaseException:  # Ctrl-C: what was not counted was not delivered, and is made again
-            loader._interrupted = True
-            raise
-
-    def limit(self, num_batches: "int | None") -> None:
-        """Stops after this many more items (None: no limit); `resume()` then allows as many again."""
-        self._limit = None if num_batches is None else as_count("num_batches", num_batches, 0)
-        self._left = self._limit or 0
-
-    def pause(self) -> None:
-        """Gives nothing more until `resume()`; the iteration does not end, and a new `iter()` is not paused."""
-        self._paused = True
-
-    def resume(self) -> None:
-        """Goes on after a limit was reached, or after `pause()`."""
-        self._left, self._paused = self._limit or 0, False
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader._items, name)
 
 
 class DataLoader2(IndexedLoader):
@@ -128,8 +61,9 @@ class DataLoader2(IndexedLoader):
         if reading_service is not None and not isinstance(reading_service, ReadingServiceInterface):
             raise ArgumentTypeError(f"reading_service must be a ReadingServiceInterface, got {reading_service!r}")
         graph = datapipe if isinstance(datapipe, IndexedDataPipe) else _copied(datapipe)
-        adapters = [] if datapipe_adapter_fn is None else datapipe_adapter_fn
-        for adapter in adapters if isinstance(adapters, Sequence) else [adapters]:
+        given = [] if datapipe_adapter_fn is None else datapipe_adapter_fn
+        adapters = given if isinstance(given, Sequence) else [given]
+        for adapter in adapters:
             if not callable(adapter):
                 raise ArgumentTypeError(f"an adapter is a function from graph to graph, got {adapter!r}")
             graph = adapter(graph)
@@ -138,7 +72,7 @@ class DataLoader2(IndexedLoader):
         for finding in serious_findings(graph):
             warn(f"lint: {finding}", LoaderWarning, stacklevel=2)
         self.datapipe = graph
-        self.reading_service: ReadingServiceInterface = reading_service or InProcessReadingService()
+        self.reading_service: ReadingServiceInterface = service_for(graph, adapters, reading_service)
         self._run = IndexedRun(graph) if isinstance(graph, IndexedDataPipe) else None
         self._stream = None if self._run is not None else StreamRun(graph, self.reading_service)
         self._iterator_number = 0
@@ -150,9 +84,11 @@ class DataLoader2(IndexedLoader):
         self._generator, self._seeded = SeedGenerator(0), False
         self._waits = Waits()
         self._counts: SourceCounts | None = None
-        self._ledgers = ledgers_of(graph)
-        for ledger in self._ledgers:
-            ledger.watch(self._waits)
+        self._worn: list[Adapter] = []  # of a stream: put on while it runs
+        self._look_for_ledgers(graph)
+        for wrapper in wrappers_of(graph):
+            if isinstance(wrapper, SeedWrapper):
+                self.seed(wrapper.seed)
         self._terminated = False
 
     # Iterating ------------------------------------------------------------------------------------------
@@ -165,9 +101,15 @@ class DataLoader2(IndexedLoader):
         if self._terminated:
             raise LoaderShutdownError("this loader was shut down; make another one to iterate")
         self._drop_items("a newer one was made")
+        self._begin()
+        return DataLoader2Iterator(self, self._iterator_number)
+
+    def _begin(self) -> None:
+        """Begins an iteration, or goes on with one from a state."""
         service, run, stream = self.reading_service, self._run, self._stream
         if not self._initialized or (stream is not None and stream.pending is not None):
             self._initialize()
+            run = self._run
         if stream is not None:
             generator = stream.begin(self._generator, self._seeded)
         else:  # never touches torch's generator: indexed graphs have seeds of their own
@@ -178,7 +120,12 @@ class DataLoader2(IndexedLoader):
                 self.datapipe = reset(self.datapipe)
             assert stream is not None
             service.agree(lambda: stream.standing(self.datapipe))
-            self._items = service.iterate(self.datapipe)
+            graph = self.datapipe
+            for adapter in self._worn:
+                graph = adapter(graph)
+            if self._worn:
+                self._look_for_ledgers(graph)
+            self._items = service.iterate(graph)
             stream.begun()
         else:
             run.begin()
@@ -186,7 +133,6 @@ class DataLoader2(IndexedLoader):
             service.agree(run.standing)
             self._items = self._indexed_items()
         self._iterating, self._interrupted = True, False
-        return DataLoader2Iterator(self, self._iterator_number)
 
     def _initialize(self) -> None:
         service, place = self.reading_service, None if self._stream is None else self._stream.pending
@@ -204,6 +150,7 @@ class DataLoader2(IndexedLoader):
                 )
             if graph is not self._run.built:
                 run = IndexedRun(graph)
+                run.worn = self._run.worn
                 run.move(self._run.consumed_samples, self._run.journal)
                 run.placed, self._run = self._run.placed, run
         self.datapipe = graph
@@ -257,6 +204,51 @@ class DataLoader2(IndexedLoader):
         raise IteratorInvalidatedError(
             f"this iterator has been invalidated: {self._invalid_because}; take a new iter(loader)"
         )
+
+    def _look_for_ledgers(self, graph: DataPipe) -> None:
+        self._ledgers = ledgers_of(graph)
+        for ledger in self._ledgers:
+            ledger.watch(self._waits)
+
+    # Adapters on a loader that runs ------------------------------------------------------------------------
+
+    def put_on(self, adapter: Adapter) -> None:
+        """Puts an adapter that keeps the items on, between two of them: see `tokenpipe.adapters.applied`."""
+        if self._terminated:
+            raise LoaderShutdownError("this loader was shut down: nothing can be put on it any more")
+        if not isinstance(adapter, Adapter) or not adapter.keeps_items:
+            raise GraphError(
+                f"{adapter!r:.80} may change the items (it does not say keeps_items), so it cannot be put on a loader "
+                "that runs: DataLoader2(graph, adapter) would do"
+            )
+        self._wear([*(self._worn if self._run is None else self._run.worn), adapter])
+
+    def take_off(self, adapter: Adapter) -> None:
+        """Takes it off again, also after the loader was shut down."""
+        worn = self._worn if self._run is None else self._run.worn
+        self._wear([other for other in worn if other is not adapter])
+
+    def _wear(self, adapters: "list[Adapter]") -> None:
+        if self._run is not None:
+            self._run.wear(adapters)
+            self._look_for_ledgers(self._run.graph)
+            if not self._terminated:
+                self._remake_items()
+        elif self._terminated or not self._iterating:
+            self._worn = adapters
+        else:
+            assert self._stream is not None
+            state = self._stream.state_dict(self._generator, self._seeded)
+            self._generator, self._seeded = self._stream.load_state_dict(state)
+            _close(self._items)
+            self.reading_service.finalize_iteration()
+            before, self._worn = self._worn, adapters
+            try:
+                self._begin()
+            except BaseException:
+                self._worn = before  # the next iteration goes on from the same place, without
+                self._drop_items("an adapter could not be put on it")
+                raise
 
     def seed(self, seed: int) -> None:
         """Seeds the random nodes of a stream, from the next `iter()` on; later epochs go on from there.

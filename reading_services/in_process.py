@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
-from ..adapters.surgery import traverse_dps
+from ..adapters.surgery import same_graph, traverse_dps
 from ..datapipes._torch import DataPipe, apply_sharding
 from ..datapipes.combine import Mapper
 from ..datapipes.core import IndexedDataPipe, as_count
@@ -166,7 +166,7 @@ class InProcessReadingService(CheckpointableReadingServiceInterface):
             self._run, self._graph = run, run.graph
             return run.graph
         (place,) = parse_places(serialized_state, 1)
-        graph = datapipe if datapipe is self._graph else self.initialize(datapipe)
+        graph = datapipe if same_graph(datapipe, self._graph) else self.initialize(datapipe)
         self._place, self._items = place, None
         return graph
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
-from ..adapters.surgery import traverse_dps
+from ..adapters.surgery import same_graph, traverse_dps
 from ..adapters.timeout import TimeoutWrapper
 from ..datapipes._torch import DataPipe, IterDataPipe, apply_sharding
 from ..datapipes.core import IndexedDataPipe, as_count
@@ -210,7 +210,7 @@ class MultiProcessingReadingService(InProcessReadingService):
         if not self.num_workers or isinstance(datapipe, IndexedDataPipe):
             return super().restore(datapipe, serialized_state)
         places = parse_places(serialized_state, self.num_workers)
-        graph = datapipe if datapipe is self._graph else self.initialize(datapipe)
+        graph = datapipe if same_graph(datapipe, self._graph) else self.initialize(datapipe)
         self._places, self._items = places, None
         return graph
 

@@ -6,13 +6,14 @@ sample number from which it goes on. Every move (a seek, a loaded state, new wei
 
 from typing import Any
 
+from ..adapters.base import Adapter
 from ..adapters.journal import ApplyJournal, gone_blends, with_rosters
 from ..adapters.resume import ResumeSkip
 from ..datapipes.audit.ledger import consumed_by_source, gone_sources, steps_of
 from ..datapipes.batch import SampleBatcher, batcher_of
 from ..datapipes.bound import Limiter, Once
 from ..datapipes.core import MAX_NUMBER, IndexedDataPipe, as_count, nodes_of
-from ..datapipes.errors import JournalError, OutOfRangeError, StateMismatchError
+from ..datapipes.errors import GraphError, JournalError, OutOfRangeError, StateMismatchError
 from ..datapipes.journal import Journal, blend_to_change
 from ..datapipes.shard import RankSharder
 from ..datapipes.steps import Schedule, StepTable
@@ -42,6 +43,7 @@ class IndexedRun:
         batcher = batcher_of(graph)
         self._schedule: Schedule = ((0, self._table.unit),) if batcher is None else batcher.schedule
         self.anew_each_time = any(isinstance(node, Once) for node in nodes_of(graph))
+        self.worn: list[Adapter] = []  # put on while it runs
         self.placed = False  # a seek or a state said where the next iteration begins
         self.through = False  # the last iteration came to the end
 
@@ -68,12 +70,31 @@ class IndexedRun:
         """Goes on from this sample number. Nothing changes where that raises."""
         journal = self.journal if journal is None else journal
         built = self.built if built is None else built
-        graph = ResumeSkip(sample).of_indexed(ApplyJournal(journal)(built))
+        graph = self._dressed(ResumeSkip(sample).of_indexed(ApplyJournal(journal)(built)))
         if built is not self.built:
             self.earlier = [g for g in (*self.earlier, self.built) if g is not built]
             self.built = built
         self._table, _ = steps_of(graph)
         self.graph, self.journal, self.delivered, self.through = graph, journal, 0, False
+
+    def _dressed(self, graph: IndexedDataPipe) -> IndexedDataPipe:
+        for adapter in self.worn:
+            dressed = adapter(graph)
+            if not isinstance(dressed, IndexedDataPipe):
+                raise GraphError(f"{type(adapter).__name__} made a stream of an indexed graph")
+            graph = dressed
+        return graph
+
+    def wear(self, adapters: "list[Adapter]") -> None:
+        """Goes on, where it is, with these adapters put on. Nothing changes where that raises."""
+        before, through = self.worn, self.through
+        self.worn = adapters
+        try:
+            self.move(self.consumed_samples)
+        except BaseException:
+            self.worn = before
+            raise
+        self.through = through
 
     def unskipped(self) -> IndexedDataPipe:
         """The graph with its journal, from the run's first sample on, wherever it stands."""

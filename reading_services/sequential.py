@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..adapters.surgery import same_graph
 from ..datapipes._torch import DataPipe
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError, LoaderWarning, StateError
 from ..datapipes.items import items_of
@@ -131,7 +132,7 @@ class SequentialReadingService(CheckpointableReadingServiceInterface):
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
         """As `initialize`, each member with its own part. Raises StateError for what is no state of as many members."""
-        set_up = datapipe is self._ran
+        set_up = same_graph(datapipe, self._ran)
         for service, state in zip(self.reading_services, self._members(serialized_state), strict=True):
             if isinstance(service, CheckpointableReadingServiceInterface):
                 datapipe = service.restore(datapipe, state)

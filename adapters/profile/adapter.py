@@ -34,6 +34,8 @@ class Profile(Adapter):
         Slowest: ...
     """
 
+    keeps_items = True
+
     def __init__(self) -> None:
         self.ledger = ProfileBook()
         self.graph: DataPipe | None = None
