@@ -101,11 +101,11 @@ def _slow(rows):
 def test_waits_are_those_of_the_last_ones_in_constant_memory():
     waits = Waits()
     for _ in range(WINDOW):
-        waits.add(1.0)
+        waits.add(0.0, 1.0)
     assert waits.metrics() == {"data/wait/mean_ms": 1000, "data/wait/p99_ms": 1000, "data/wait/total_s": WINDOW}
     values = np.random.default_rng(1).permutation(3 * WINDOW) / 1000
     for value in values.tolist():
-        waits.add(value)
+        waits.add(0.0, value)
     last = values[-WINDOW:] * 1000
     assert waits.metrics()["data/wait/mean_ms"] == pytest.approx(last.mean())
     assert waits.metrics()["data/wait/p99_ms"] == pytest.approx(np.percentile(last, 99))

@@ -11,9 +11,9 @@ from ...datapipes.names import named_nodes, node_names
 from ..around import gives_items, put_around
 from ..base import Adapter
 from ..retry import is_function
-from .book import NodeProfile, Probe, ProfileBook
-from .measure import GATHER, ProfileWrapper
-from .report import report, trace_events
+from .book import GATHER, NodeProfile, Probe, ProfileBook
+from .measure import ProfileWrapper
+from .report import remedy, report, trace_events
 
 __all__ = ["Profile"]
 
@@ -60,7 +60,7 @@ class Profile(Adapter):
             ]
             if id(node) in gathers:
                 self._below[name + GATHER] = [name + GATHER]
-        self.graph = graph
+        self.graph = datapipe
         return graph
 
     # What was measured --------------------------------------------------------------------------------------
@@ -140,7 +140,10 @@ class Profile(Adapter):
                 gather = found.get(name + GATHER)
                 own = node.own + (gather.own if gather else 0.0)
                 heat[name] = min(1.0, own / most)
-                notes[name] = f"{own / whole:.0%}: {own:.3g} s, {node.calls:,} calls"
+                calls = f", {node.calls:,} calls" if node.calls else ""
+                notes[name] = f"{own / whole:.1%}: {own:.3g} s{calls}" if own else ""
+        if (slowest := self.slowest) is not None:
+            notes[slowest.node.removesuffix(GATHER)] += f"\nslowest, {remedy(self)}"
         return draw(self.graph, path, heat=heat, notes=notes)
 
 

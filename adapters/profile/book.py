@@ -8,8 +8,9 @@ from typing import Any
 
 from ...datapipes.notes import Ledger
 
-__all__ = ["NodeProfile", "Probe", "ProfileBook", "Span", "Turns"]
+__all__ = ["GATHER", "NodeProfile", "Probe", "ProfileBook", "Span", "Turns"]
 
+GATHER = ": gather"  # added to a batcher's name: the reading itself, of all sources at once
 EVERY = 0.05  # s between two notes of a worker that is at work
 MOST_SPANS = 50_000  # kept, the newest
 Span = tuple[str, float, float, int, int]

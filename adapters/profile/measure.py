@@ -23,11 +23,10 @@ from ...datapipes.core import IndexedDataPipe, Unpickled
 from ...datapipes.kernels import load_kernels
 from ...datapipes.wrapped import Wrapper
 from ..around import taken_off
-from .book import Probe, ProfileBook
+from .book import GATHER, Probe, ProfileBook
 
-__all__ = ["GATHER", "ProfileWrapper", "bytes_of", "samples_of"]
+__all__ = ["ProfileWrapper", "bytes_of", "samples_of"]
 
-GATHER = ": gather"  # added to a batcher's name: the reading itself, of all sources at once
 COST = 5e-4  # s: items that take less are timed one in so many
 MOST_LEFT_OUT = 64
 STRETCH, CHUNK = 512, 256  # items of an indexed graph that are timed together, and counted together where they are not

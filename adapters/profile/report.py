@@ -4,12 +4,12 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .book import NodeProfile, Span
+from .book import GATHER, NodeProfile, Span
 
 if TYPE_CHECKING:
     from .adapter import Profile
 
-__all__ = ["advice", "report", "trace_events"]
+__all__ = ["advice", "remedy", "report", "trace_events"]
 
 QUIET = 0.02  # of the loop's time: so much waiting is nothing to mend
 
@@ -51,35 +51,35 @@ def advice(profile: "Profile") -> str:
     if slowest is None:
         return "Nothing was measured."
     whole = sum(row.own for row in profile.nodes) or 1.0
-    text = f"Slowest: {slowest.node}, {slowest.own / whole:.0%} of the time in the graph"
-    text += f", {slowest.own_ms:.3g} ms a call" if slowest.calls else ""
-    waits = slowest.waiting > 0.7 * slowest.own  # where cores are scarce, what computes waits for its turn too
-    text += ", mostly waiting. " if waits else ", mostly computing. "
-    if profile.items > 1 and profile.waited_share < QUIET:
-        return text + "The loop hardly waits: there is nothing to gain."
-    return text + _remedy(slowest, waits, profile)
+    each = f", {slowest.own_ms:.3g} ms a call" if slowest.calls else ""
+    return f"Slowest: {slowest.node}, {slowest.own / whole:.0%} of the time in the graph{each}, {remedy(profile)}"
+
+
+def remedy(profile: "Profile") -> str:
+    """What to do about the slowest node: "mostly waiting. …"."""
+    slowest = profile.slowest
+    if slowest is None:
+        return ""
+    # where cores are scarce, what computes waits for its turn too
+    waits = slowest.waiting > 0.7 * slowest.own
+    return ("mostly waiting. " if waits else "mostly computing. ") + _remedy(slowest, waits, profile)
 
 
 def _remedy(slowest: NodeProfile, waits: bool, profile: "Profile") -> str:
-    kind = profile.kinds.get(slowest.node, "")
-    if slowest.node.endswith(": gather"):
+    if profile.items > 1 and profile.waited_share < QUIET:
+        return "The loop hardly waits: there is nothing to gain."
+    function = profile.kinds.get(slowest.node) == "function"
+    others = f"so would more than {profile.workers} workers." if profile.workers else "so would worker processes."
+    if slowest.node.endswith(GATHER):
         if waits:
-            return (
-                "Files come from a slow disk: a larger TOKENPIPE_READ_AHEAD_MIB, or a copy on a local disk, would do."
-            )
+            return "Its files come from a slow disk: a larger TOKENPIPE_READ_AHEAD_MIB, or copies nearby, would help."
         return "It copies tokens at the speed of memory; more processes would not help."
     if waits:
-        way = f"Placement({{{slowest.node!r}: Threads(8)}})" if kind == "function" else "Prefetch()"
-        return f"{way} makes items while others are waited for" + _or_workers(profile)
-    if kind == "function":
-        return f"Placement({{{slowest.node!r}: Processes(4)}}) runs it on more cores" + _or_workers(profile)
-    return "MultiProcessingReadingService(num_workers) runs the graph on more cores."
-
-
-def _or_workers(profile: "Profile") -> str:
-    if profile.workers:
-        return f"; so would more than {profile.workers} workers."
-    return "; so does MultiProcessingReadingService(num_workers), the whole graph."
+        way = f"Placement({{{slowest.node!r}: Threads(8)}})" if function else "Prefetch()"
+        return f"{way} makes items while others are waited for; {others}"
+    if function:
+        return f"Placement({{{slowest.node!r}: Processes(4)}}) runs it on more cores; {others}"
+    return "More workers, as far as there are cores, would help." if profile.workers else "Worker processes would help."
 
 
 def trace_events(spans: "Sequence[Span]", main: int) -> str:
