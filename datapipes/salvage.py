@@ -26,6 +26,7 @@ class SkipLedger(Ledger):
         self._samples: dict[int, tuple[str, str]] = {}  # {sample number: (node, what was raised)}
         self._items: list[tuple[str, str]] = []  # of a stream
         self._many = 0  # items beyond those that are shown
+        self._full = False
 
     def settings(self) -> "dict[str, Any]":
         return {"budget": self.budget}
@@ -53,13 +54,14 @@ class SkipLedger(Ledger):
             self._items.append((node, text))
         else:
             self._many += 1
+        self._full = self.count > self.budget
 
     def _until(self, consumed: "int | None") -> "list[int]":
         return sorted(sample for sample in self._samples if consumed is None or sample < consumed)
 
     @property
     def full(self) -> bool:
-        return self.count > self.budget
+        return self._full
 
     def check(self, consumed: "int | None", error: "Exception | None" = None) -> None:
         """Raises SkipBudgetError where more was done without, of what is consumed, than may be."""
@@ -84,6 +86,7 @@ class SkipLedger(Ledger):
             raise StateError(f"noted.skip_errors has a count and the last of its samples, got {value!r:.200}")
         self._samples = dict.fromkeys(samples, ("", "before this state was saved"))
         self.before, self._items, self._many = count - len(samples), [], 0
+        self._full = self.count > self.budget
 
     def metrics(self) -> "dict[str, int | float]":
         return {"data/skipped": self.count}

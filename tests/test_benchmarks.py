@@ -38,6 +38,7 @@ ROWS = {
     "slow_storage": ["in process", "StatefulDataLoader, prefetch_factor=2", "**tokenpipe, four workers, (10, 10)**"],
     "many_loaders": ["in process", "forkserver"],
     "many_starts": ["cold cache", "nothing writable"],
+    "adapters": ["none", "**Profile**", "Timeout", "Placement, 8 threads"],
     "audit": ["10^6", "10^9", "target: < 10 ms"],
     "tokenizing": ["encode_batch", "encode_batch_fast", "tokenize_files", "tokenize_files, shuffled"],
     "imports": ["import torch", "import torch and tokenpipe", "**tokenpipe over torch**"],

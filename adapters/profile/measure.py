@@ -29,7 +29,8 @@ __all__ = ["ProfileWrapper", "bytes_of", "samples_of"]
 
 COST = 5e-4  # s: items that take less are timed one in so many
 MOST_LEFT_OUT = 64
-STRETCH, CHUNK = 512, 256  # items of an indexed graph that are timed together, and counted together where they are not
+STRETCH, CHUNK = 256, 256  # items of an indexed graph that are timed together, and counted together where they are not
+MEASURING, SHARE = 12e-6, 0.015  # s that measuring an item takes, about, and what of all the time it may be
 LOOK_EVERY = 0.5  # s between two looks at what a node keeps
 
 
@@ -129,6 +130,8 @@ class ProfileWrapper(Wrapper):
     ) -> "Iterator[Any]":
         turns, twin = self.ledger.turns, None
         _ = self._probe
+        if not turns.items:  # what only the first item of a process takes would be taken for what each does
+            turns.untimed = 1
         while at < end:
             if turns.untimed <= 0:
                 stretch, began = min(STRETCH, end - at), perf_counter()
@@ -140,9 +143,8 @@ class ProfileWrapper(Wrapper):
                     yield item
                     away += perf_counter() - left
                 at += stretch
-                # s of measuring an item, some 12e-6, are to be a fiftieth of what all of them take
-                each = max(1e-7, (perf_counter() - began - away) / stretch - 12e-6)
-                turns.untimed = int(stretch * min(12e-6 / (0.02 * each), MOST_LEFT_OUT))
+                each = max(1e-7, (perf_counter() - began - away) / stretch - MEASURING)
+                turns.untimed = int(stretch * min(MEASURING / (SHARE * each), MOST_LEFT_OUT))
             else:
                 chunk = min(CHUNK, turns.untimed, end - at)
                 turns.items += chunk
