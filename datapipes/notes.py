@@ -10,7 +10,7 @@ import uuid
 import weakref
 from typing import Any
 
-__all__ = ["Ledger", "become_worker", "deliver_notes", "take_notes"]
+__all__ = ["Ledger", "become_worker", "deliver_notes", "forward_notes", "take_notes"]
 
 _LEDGERS: "weakref.WeakValueDictionary[str, Ledger]" = weakref.WeakValueDictionary()
 _CLOSING = threading.Lock()
@@ -93,7 +93,7 @@ def become_worker() -> None:
 def take_notes(last: bool) -> "list[tuple[str, Any]]":
     """In a worker: what has been noted since the last time."""
     global _waiting
-    if _waiting is None or not _LEDGERS:
+    if _waiting is None or not (_waiting or _LEDGERS):
         return []
     notes, _waiting = _waiting, []
     for key, ledger in list(_LEDGERS.items()):
@@ -101,6 +101,12 @@ def take_notes(last: bool) -> "list[tuple[str, Any]]":
         if note is not None:
             notes.append((key, note))
     return notes
+
+
+def forward_notes(notes: "list[tuple[str, Any]]") -> None:
+    """In a worker: what the dispatching process has noted goes on with what this one has."""
+    if _waiting is not None:
+        _waiting.extend(notes)
 
 
 def deliver_notes(notes: "list[tuple[str, Any]]") -> None:

@@ -47,7 +47,9 @@ class Profile(Adapter):
         graph = put_around(
             datapipe,
             [node for node, _ in named_nodes(datapipe)],
-            lambda node: ProfileWrapper(names[id(node)], self.ledger, node is datapipe),
+            lambda node: ProfileWrapper(
+                names[id(node)], self.ledger, node is datapipe, isinstance(node, IndexedDataPipe)
+            ),
             innermost=True,
         )
         self.kinds, self._below = {}, {}

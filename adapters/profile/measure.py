@@ -63,8 +63,8 @@ class ProfileWrapper(Wrapper):
 
     kind = "profile"
 
-    def __init__(self, name: str, book: ProfileBook, outermost: bool = False) -> None:
-        self.name, self.ledger, self.outermost = name, book, outermost
+    def __init__(self, name: str, book: ProfileBook, outermost: bool = False, indexed: bool = False) -> None:
+        self.name, self.ledger, self.outermost, self.indexed = name, book, outermost, indexed
         self._plain = Unpickled()
         self._box, self._box_of_gather = Unpickled(), Unpickled()
 
@@ -72,7 +72,8 @@ class ProfileWrapper(Wrapper):
     def _probe(self) -> Probe:
         probe = self._box.value
         if probe is None:
-            load_kernels()  # once a process, and no node's doing
+            if self.indexed:
+                load_kernels()  # once a process, and no node's doing
             probe = self._box.value = self.ledger.probe(self.name)
         return probe
 

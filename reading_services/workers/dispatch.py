@@ -10,7 +10,7 @@ many, and main takes from them in strict turn. Where one of these processes dies
 there is left out.
 
 Messages to the dispatcher: (BEGIN, turn, work) from main; (WANT, turn, count) from a worker, −1: none, ever.
-Messages to a worker:       (ITEM, turn, item), (END, turn), (ERROR, turn, RaisedError).
+Messages to a worker:       (ITEM, turn, item, notes), (END, turn, notes), (ERROR, turn, RaisedError, notes).
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from ...datapipes._torch import DataPipe, IterDataPipe, apply_sharding
 from ...datapipes.items import items_of
 from ...datapipes.names import inputs_of, named_nodes, node_names, where_of
+from ...datapipes.notes import forward_notes, take_notes
 from ...datapipes.streaming import ShardingRoundRobinDispatcher
 from ..seeds import SeedGenerator, set_process_random_seed
 from .channel import Channel, ChannelClosed
@@ -90,7 +91,8 @@ class Dispatched(IterDataPipe):
             assert message is not None
             kind, of_turn, *rest = message
             if kind == ITEM:
-                about, descriptors = rest
+                about, notes, descriptors = rest
+                forward_notes(notes)
                 item = channel.arrived(about, descriptors)
                 if of_turn != turn:
                     channel.drop(item)
@@ -102,8 +104,10 @@ class Dispatched(IterDataPipe):
             elif of_turn != turn:
                 continue
             elif kind == END:
+                forward_notes(rest[0])
                 return
             else:
+                forward_notes(rest[1])
                 raise rest[0].error()
 
 
@@ -165,7 +169,8 @@ class _Dispatcher:
 
     def _deal(self, work: DispatchWork) -> None:
         try:
-            for number, item in enumerate(items_of(work.begin(self._lines))):
+            self._graph = work.begin(self._lines)  # its ledgers live as long: what they have noted is sent at the end
+            for number, item in enumerate(items_of(self._graph)):
                 worker = number % len(self._workers)
                 if self._wanted[worker] >= 0:
                     self._waiting[worker].append(item)
@@ -187,7 +192,7 @@ class _Dispatcher:
             for worker, waiting in enumerate(self._waiting):
                 if self._asked[worker] and not waiting:
                     self._asked[worker] = False
-                    self._to(worker, *last)
+                    self._to(worker, *last, take_notes(last=True))
             self._wait()
 
     def _serve(self, worker: int) -> None:
@@ -195,7 +200,8 @@ class _Dispatcher:
         channel, waiting = self._workers[worker], self._waiting[worker]
         while waiting and self._wanted[worker] > 0:
             self._wanted[worker] -= 1
-            self._to(worker, ITEM, self._turn, channel.put(packed(waiting.popleft())))
+            item = channel.put(packed(waiting.popleft()))
+            self._to(worker, ITEM, self._turn, item, take_notes(last=False))
 
     def _wait(self) -> None:
         """Until somebody has said something. Raises _NewTurn, ChannelClosed."""
@@ -205,7 +211,7 @@ class _Dispatcher:
                 assert message is not None
                 for worker, asked in enumerate(self._asked):
                     if asked:  # it may wait for an item that does not come any more
-                        self._to(worker, END, self._turn)
+                        self._to(worker, END, self._turn, [])
                 self._turn, self._work = message[1], pickle.loads(message[2])
                 self._wanted = [0] * len(self._workers)
                 self._asked = [False] * len(self._workers)
@@ -228,7 +234,7 @@ class _Dispatcher:
             elif turn > self._turn:
                 self._early.append((worker, turn, count))
             elif count == WANTED:  # it has only now begun a turn that is over
-                self._to(worker, END, turn)
+                self._to(worker, END, turn, [])
 
     def _want(self, worker: int, count: int) -> None:
         if count < 0:
