@@ -15,34 +15,22 @@ import pickle
 import select
 import socket
 import warnings
-from collections import Counter
 from multiprocessing.context import BaseContext
 from time import monotonic
 from typing import Any
 
-from ...datapipes.errors import (
-    ConfigurationError,
-    LoaderError,
-    LoaderWarning,
-    NodeTimeoutError,
-    WorkerDiedError,
-    WorkerStalledError,
-)
+from ...datapipes.errors import ConfigurationError, LoaderError, LoaderWarning
 from ...datapipes.notes import deliver_notes
 from .channel import ChannelClosed
 from .dispatch import run_dispatcher
+from .losses import Losses, Stall
 from .process import Process
 from .turns import Seat, Turn
 from .worker import BEGIN, BEGINNING, BEGUN, DEAL, END, ERROR, ITEMS, run
 
 __all__ = ["Pool"]
 
-OWN_DOING = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE")
 NOTHING = pickle.dumps(None)
-MOST_DEATHS = 3  # of workers that were making the same item
-MOST_STALLS = 2
-MOST_FAILED_STARTS = 3  # in a row, of workers that exit by themselves before they have begun
-MOST_KILLED_STARTS, KILLING_ENDS = 50, 60.0  # in a row, and s: of those that are killed before, unless it ends
 PATIENCE = 1.0  # s that workers have to end by themselves
 GRACE = 0.2  # s that a worker has to say something once somebody waits
 START_TIMEOUT = 300.0  # s, for imports and `worker_init_fn`, also where items have less
@@ -95,9 +83,7 @@ class Pool:
         self._poll = select.poll()
         self._turn: Turn | None = None
         self._number = 0  # of the turn
-        self._deaths: Counter[str] = Counter()
-        self._stalls: Counter[str] = Counter()
-        self._failed_starts, self._failing_since = 0, 0.0
+        self._losses = Losses()
         self._pid = os.getpid()
         self._open = True
         _live += len(self._all)
@@ -140,8 +126,7 @@ class Pool:
     def _forget(self) -> None:
         self._turn = None
         self._number += 1
-        self._deaths.clear()
-        self._stalls.clear()
+        self._losses.forget()
         for seat in self.seats:
             seat.tasks.clear()
 
@@ -151,7 +136,7 @@ class Pool:
         if not seat.tasks and seat.begun:
             seat.since = monotonic()
         seat.tasks += [[start, stop] for start, stop in tasks]
-        suspects = self._deaths.keys() | self._stalls.keys()
+        suspects = self._losses.places
         suspect = [bool(suspects) and turn is not None and turn.place(worker, start) in suspects for start, _ in tasks]
         told = [(start, stop, noted) for (start, stop), noted in zip(tasks, suspect, strict=True)]
         self._send(seat, DEAL, self._number, told)
@@ -224,7 +209,7 @@ class Pool:
         elif kind == BEGINNING:
             pass
         elif kind == BEGUN:
-            seat.begun, self._failed_starts = True, 0
+            seat.begun, self._losses.failed_starts = True, 0
         elif kind == END:
             seat.tasks.clear()
             turn.ended(seat.number, message[2])
@@ -296,37 +281,15 @@ class Pool:
         assert seat.process is not None
         how, by_signal = seat.process.death()
         number = seat.process.computing if seat.begun else -1
-        if not seat.begun and self._turn is not None:
-            self._check_starts(seat, how, by_signal)
+        if not seat.begun and self._turn is not None and (error := self._losses.failed_start(how, by_signal)):
+            self._unseat(seat)
+            raise error
         error = None
         if number >= 0 and self._turn is not None:
-            place = self._place(seat, number)
-            self._deaths[place] += 1
-            if self._deaths[place] >= MOST_DEATHS:
-                node = f" in node {seat.process.node}" if seat.process.node else ""
-                error = WorkerDiedError(
-                    f"{MOST_DEATHS} workers ended while they made {place}; the last one {how}{node}"
-                )
-                if seat is dispatcher:
-                    raise error
+            error = self._losses.died(self._place(seat, number), how, seat.process.node)
+            if error is not None and seat is dispatcher:
+                raise error
         self._replace(seat, number, error, how)
-
-    def _check_starts(self, seat: Seat, how: str, by_signal: bool) -> None:
-        """Raises WorkerDiedError where workers end before they have begun, and will go on to."""
-        self._failed_starts += 1
-        if self._failed_starts == 1:
-            self._failing_since = monotonic()
-        if by_signal and not how.endswith(OWN_DOING):
-            enough = self._failed_starts >= MOST_KILLED_STARTS and monotonic() > self._failing_since + KILLING_ENDS
-            hint = ". Something kills them: memory that runs out would be one cause"
-        else:
-            enough = self._failed_starts >= MOST_FAILED_STARTS
-            hint = '. A script that starts workers needs `if __name__ == "__main__":` around what it does'
-        if enough:
-            self._unseat(seat)
-            raise WorkerDiedError(
-                f"{self._failed_starts} workers in a row ended before they had begun; the last one {how}{hint}"
-            )
 
     def _place(self, seat: Seat, number: int) -> str:
         assert self._turn is not None
@@ -350,25 +313,15 @@ class Pool:
                 continue
             number = seat.process.computing if seat.begun else -1
             node, stack = seat.process.where()
-            place, error = "", None
+            place = ""
             if number >= 0 and self._turn is not None:
                 place = self._turn.place(seat.number, number)
             elif not seat.begun and "stopped" not in state:
                 place = "the beginning"
-            self._stalls[place] += 1
-            if place and self._stalls[place] >= MOST_STALLS:
-                kind = WorkerStalledError if limit is None else NodeTimeoutError
-                allowed = f"(stall_timeout={self._stall_timeout:g})" if limit is None else f"in {limit.node}"
-                longer = now - asked if limit is None else limit.seconds
-                error = kind(
-                    f"{place} has twice taken longer than {longer:.3g} s {allowed}, in worker process {seat.number}"
-                    + (f", node {node}" if node else "")
-                    + (f"; the process was {state}" if state else "")
-                    + (f". It was here:\n{stack}" if stack else "; it did not answer where it was")
-                    + self._told_by_dispatcher()
-                )
-                if number < 0:
-                    raise error
+            stall = Stall(seat.number, now - asked, node, state, stack, self._told_by_dispatcher)
+            error = self._losses.stuck(place, stall, limit, self._stall_timeout)
+            if error is not None and number < 0:
+                raise error
             stuck = "was stuck" if limit is None else f"was stuck in {node or limit.node}"
             self._replace(seat, number, error, "was stopped by a signal" if "stopped" in state else stuck)
 
