@@ -66,6 +66,7 @@ class ProfileWrapper(Wrapper):
     def __init__(self, name: str, book: ProfileBook, outermost: bool = False, indexed: bool = False) -> None:
         self.name, self.ledger, self.outermost, self.indexed = name, book, outermost, indexed
         self._plain = Unpickled()
+        self._pulled = False  # its items are asked for: not where Placement takes what is below, and applies the node
         self._box, self._box_of_gather = Unpickled(), Unpickled()
 
     @property
@@ -171,7 +172,13 @@ class ProfileWrapper(Wrapper):
                 clock.left = 0
                 yield item
 
+    def apply(self, node: DataPipe, function: "Callable[[Any], Any]", item: Any) -> Any:
+        if self._pulled:  # then it is timed there
+            return function(item)
+        return self.timed(clock_of_thread(), self._probe, node, function, item)
+
     def items(self, node: DataPipe, begin: "Callable[[], Iterator[Any]]") -> "Iterator[Any]":
+        self._pulled = True
         probe, clock = self._probe, clock_of_thread()
         try:
             pull = (
