@@ -7,9 +7,10 @@ from ..datapipes._torch import DataPipe, MapDataPipe
 from ..datapipes.audit.ledger import origin_of, spaces_by_name
 from ..datapipes.batch import SampleBatcher, batcher_of
 from ..datapipes.bound import Limiter
-from ..datapipes.core import IndexedDataPipe, as_count, sample_node
+from ..datapipes.core import IndexedDataPipe, as_count, nodes_of, sample_node
 from ..datapipes.errors import ArgumentTypeError, BatchSizeError, ConfigurationError, GraphError
 from ..datapipes.exclude import Excluder
+from ..datapipes.names import node_names
 from ..datapipes.streaming.bound import StreamLimiter
 from .base import Adapter
 from .surgery import insert_after
@@ -86,7 +87,7 @@ class Exclude(Adapter):
         tokens: {source: [(first, stop), …]}, stop exclusive. documents: {source: [number or id, …]}.
         from_sample: rows before this sample number of the run stay as they are.
 
-    Raises GraphError for a stream, whose items have no place in a source.
+    Raises GraphError for a stream, whose items have no place in a source, and above batches of several graphs.
     """
 
     def __init__(
@@ -109,7 +110,14 @@ class Exclude(Adapter):
                 f"{type(datapipe).__name__} is a stream, whose items do not know which tokens of a source they hold; a "
                 "filter below the packing leaves documents out"
             )
-        order = sample_node(datapipe)
+        order = datapipe  # below maps: what they make says no more which tokens it holds
+        while order.trunk and not isinstance(order, Excluder):
+            order = order.datapipe
+        if any(node.steps is not None for node in nodes_of(order)):
+            raise GraphError(
+                f"{node_names(datapipe)[id(order)]} reads batches, so no rows of it can be masked: put Exclude on the "
+                "graphs that it reads from"
+            )
         spaces = spaces_by_name(order)
         ranges: dict[str, list[tuple[int, int]]] = {source: list(pairs) for source, pairs in self.tokens.items()}
         for source, documents in self.documents.items():

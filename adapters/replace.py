@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.utils.data.datapipes.iter import Collator, FileLister, Grouper, Shuffler
+
 from ..datapipes._torch import DataPipe, IterDataPipe, MapDataPipe
 from ..datapipes.arguments import Unwritten, constructor_of
 from ..datapipes.core import IndexedDataPipe
@@ -11,7 +13,7 @@ from ..datapipes.errors import ArgumentTypeError, GraphError
 from ..datapipes.names import inputs_of, node_names
 from ..datapipes.wrapped import kind_of, with_wrapper, wrappers_of
 from .base import Adapter
-from .surgery import mapped
+from .surgery import made_from, mapped
 
 __all__ = ["Replace", "built_like"]
 
@@ -55,11 +57,18 @@ class Replace(Adapter):
 
 
 def built_like(node: DataPipe, kind: type, **changes: Any) -> Any:
-    """A node of this class over the same inputs, built with the arguments of another one, some of them changed.
+    """A node of this class over the same inputs, built with the arguments of another one, some of them changed. It
+    still answers to that one.
 
     Raises GraphError for an argument that is not known, or that the class does not take.
     """
-    given = {**_arguments(node), **changes}
+    given, unknown = _arguments(node)
+    if unknown := [name for name in unknown if name not in changes]:
+        raise GraphError(
+            f"{type(node).__name__} has no attribute {' nor '.join(unknown)}, so what it was given is not known; "
+            "a function of the node in place of the class would do"
+        )
+    given |= changes
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]  # type: ignore[misc]
@@ -86,13 +95,24 @@ def built_like(node: DataPipe, kind: type, **changes: Any) -> Any:
     unused = {name for name, value in given.items() if not _is_default(node, name, value)}
     if unused:
         raise GraphError(f"{kind.__name__} has no place for {', '.join(sorted(unused))} of {type(node).__name__}")
-    return kind(*args, **kwargs)
+    return made_from(kind(*args, **kwargs), node)
 
 
-def _arguments(node: DataPipe) -> "dict[str, Any]":
-    """{parameter: value} of what a node was built with, as far as its attributes say."""
+_OTHERWISE: "dict[type, dict[str, Callable[[Any], Any]]]" = {
+    Collator: {"conversion": lambda node: node.fn, "collate_fn": lambda node: None},
+    FileLister: {"root": lambda node: node.datapipe},
+    Grouper: {"buffer_size": lambda node: node.max_buffer_size},
+    Shuffler: {"unbatch_level": lambda node: 0},  # what it reads from is unbatched already
+}
+"""Arguments that torch's nodes hold in another way than as attributes of their names."""
+
+
+def _arguments(node: DataPipe) -> "tuple[dict[str, Any], list[str]]":
+    """({parameter: value} of what a node was built with, as far as its attributes say, the parameters they do not)."""
     found: dict[str, Any] = {}
     said = _given(node) if isinstance(node, IndexedDataPipe) else {}
+    for kind in reversed(kind_of(node).__mro__):
+        found |= {name: value(node) for name, value in _OTHERWISE.get(kind, {}).items()}
     for parameter in _parameters(node):
         name = parameter.name
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -102,7 +122,12 @@ def _arguments(node: DataPipe) -> "dict[str, Any]":
             found[name] = said[name]
         elif name in vars(node) or f"_{name}" in vars(node):
             found[name] = vars(node).get(name, vars(node).get(f"_{name}"))
-    return found
+    names = {p.name for p in _parameters(node)}
+    found = {name: value for name, value in found.items() if name in names}
+    free = sum(not _holds(found, child) for child in inputs_of(node))
+    unsaid = [p for p in _parameters(node) if p.name not in found and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    inputs = [p.name for p in unsaid if p.default is p.empty][:free]
+    return found, [p.name for p in unsaid if p.name not in inputs]
 
 
 def _given(node: IndexedDataPipe) -> "dict[str, Any]":
@@ -110,8 +135,9 @@ def _given(node: IndexedDataPipe) -> "dict[str, Any]":
     if node._given is None:
         return {}
     args, kwargs = node._given
-    bound = constructor_of(kind_of(node)).bind(*args, **kwargs).arguments
-    return {name: value for name, value in bound.items() if not isinstance(value, (Unwritten, tuple))}
+    bound = constructor_of(kind_of(node)).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if not isinstance(value, (Unwritten, tuple))}
 
 
 def _parameters(node: DataPipe) -> "list[inspect.Parameter]":

@@ -6,10 +6,12 @@ from ..datapipes._torch import DataPipe, IterDataPipe
 from ..datapipes.bound import Skipper
 from ..datapipes.core import IndexedDataPipe, as_count, sample_node
 from ..datapipes.errors import ConfigurationError, GraphError
-from ..datapipes.names import inputs_of, named_nodes
+from ..datapipes.names import inputs_of, named_nodes, node_names
 from ..datapipes.streaming.bound import StreamSkipper
+from ..datapipes.streaming.dispatch import ShardingRoundRobinDispatcher
+from ..datapipes.wrapped import wrappers_of
 from .base import Adapter
-from .surgery import mapped, rewired, rewritten
+from .surgery import copied, mapped, rewired, rewritten
 
 __all__ = ["ResumeSkip"]
 
@@ -18,8 +20,8 @@ class ResumeSkip(Adapter):
     """Puts the skip in front of the sharder, or moves it: O(1) on an indexed graph.
 
     On a stream, whose items have no numbers, each skipped one is made and dropped: those in front of the sharding
-    filter, or, where there is none, those that the graph gives. (A loader's state goes on without that, where the nodes
-    have one.)
+    filter or dispatcher (the lowest), or, where there is none, those that the graph gives. (A loader's state goes on
+    without that, where the nodes have one.)
 
     Args:
         consumed_samples: the run's samples that are done, over all ranks.
@@ -50,7 +52,8 @@ class ResumeSkip(Adapter):
             raise GraphError(
                 f"{type(datapipe).__name__} is map-style: its items are asked for by index, none comes first"
             )
-        filters = [node for node, _ in named_nodes(datapipe) if callable(getattr(type(node), "apply_sharding", None))]
+        sharders = {id(node): node for node, _ in named_nodes(datapipe) if _shards(node)}
+        filters = [node for node in sharders.values() if len(sharders.keys() & node_names(node).keys()) == 1]
         if not filters:
             return self._begun(datapipe)
 
@@ -62,5 +65,15 @@ class ResumeSkip(Adapter):
         return mapped(datapipe, begun)
 
     def _begun(self, node: Any) -> DataPipe:
-        order = node.source_datapipe if isinstance(node, StreamSkipper) else node
-        return StreamSkipper(order, self.consumed_samples) if self.consumed_samples else order
+        if not isinstance(node, StreamSkipper):
+            return StreamSkipper(node, self.consumed_samples) if self.consumed_samples else node
+        if not self.consumed_samples and not wrappers_of(node):
+            return node.source_datapipe
+        moved: Any = copied(node)
+        moved.items = self.consumed_samples
+        return moved
+
+
+def _shards(node: DataPipe) -> bool:
+    """Whether the items above a node are no longer those of all ranks and workers."""
+    return isinstance(node, ShardingRoundRobinDispatcher) or callable(getattr(type(node), "apply_sharding", None))

@@ -3,12 +3,13 @@
 from typing import Any
 
 from ..datapipes._torch import DataPipe, MapDataPipe
+from ..datapipes.arguments import constructor_of
 from ..datapipes.core import IndexedDataPipe, as_count
-from ..datapipes.errors import ArgumentTypeError, GraphError, LoaderWarning
+from ..datapipes.errors import ArgumentTypeError, ConfigurationError, GraphError, LoaderWarning
 from ..datapipes.names import named_nodes, node_names
 from ..datapipes.permute import Permuter
 from ..datapipes.rank_zero import warn
-from ..datapipes.shard import RankSharder
+from ..datapipes.read import TokenSpace
 from ..datapipes.slice import TokenWindows
 from ..datapipes.wrapped import Wrapper, kind_of, with_wrapper, wrappers_of
 from .around import put_around
@@ -23,8 +24,8 @@ class Shuffle(Adapter):
     """Turns shuffling on or off, as torchdata's did.
 
     Of a stream all shuffling nodes are set; where there is none to turn on, one is put on top, with a warning. Of an
-    indexed graph the permutes are taken out, or, where there is none, put over the windows of each source: below the
-    blend, where a change of its weights stays exact. Each changes the order, and so its fingerprint.
+    indexed graph the permutes are taken out, or, where there is none, put over each source (its windows, or a user's
+    own): below the blend, where a change of its weights stays exact. Each changes the order, and so its fingerprint.
 
     Args:
         enable: None: as it is. seed: of the permutes that are put in.
@@ -70,7 +71,8 @@ class Shuffle(Adapter):
         def changed(node: Any, original: DataPipe) -> "DataPipe | None":
             if not self.enable and isinstance(node, Permuter):
                 return node.datapipe
-            if self.enable and not there and isinstance(node, TokenWindows):
+            source = isinstance(node, IndexedDataPipe) and not node.children and not isinstance(node, TokenSpace)
+            if self.enable and not there and (source or isinstance(node, TokenWindows)):
                 return Permuter(node, seed=self.seed)
             return None
 
@@ -97,14 +99,17 @@ class SeedWrapper(Wrapper):
 class Seed(Adapter):
     """One seed for all that is random.
 
-    An indexed graph's permutes and sharders take it as theirs: another order, with another fingerprint. A stream's
-    loader begins with it, as after `loader.seed(seed)`: its epochs, and their resumes, follow from there.
+    All nodes of an indexed graph that were built with a seed (permutes, sharders, a user's own) take it as theirs:
+    another order, with another fingerprint. A stream's loader begins with it, as after `loader.seed(seed)`: its epochs,
+    and their resumes, follow from there.
 
-    Raises GraphError for an indexed node that has a seed in a way of its own.
+    Raises ConfigurationError unless 0 ≤ seed < 2**64, GraphError for an indexed node that cannot be built with it.
     """
 
     def __init__(self, seed: int) -> None:
-        self.seed = as_count("seed", seed, 0)
+        if type(seed) is int and not 0 <= seed < 2**64:  # as for loader.seed; indexed nodes take half of them
+            raise ConfigurationError(f"seed must be at least 0 and below 2**64, got {seed}")
+        self.seed = seed if type(seed) is int else as_count("seed", seed, 0)
 
     def __call__(self, datapipe: DataPipe) -> DataPipe:
         if not isinstance(datapipe, IndexedDataPipe):
@@ -112,11 +117,13 @@ class Seed(Adapter):
         names = node_names(datapipe)
 
         def seeded(node: Any, original: DataPipe) -> "DataPipe | None":
-            if not isinstance(node, (Permuter, RankSharder)) or node.seed in (None, self.seed):
+            if not isinstance(node, IndexedDataPipe) or "seed" not in constructor_of(kind_of(node)).parameters:
+                return None
+            if getattr(node, "seed", -1) in (None, self.seed):  # None: it has no use for one
                 return None
             try:
                 made = built_like(node, kind_of(node), seed=self.seed)
-            except (GraphError, TypeError) as error:
+            except (GraphError, TypeError, ValueError) as error:
                 raise GraphError(f"{names[id(original)]} cannot be given another seed: {error}") from error
             for wrapper in wrappers_of(node):
                 with_wrapper(made, wrapper)

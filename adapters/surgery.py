@@ -34,8 +34,8 @@ __all__ = [
 
 Graph = TypeVar("Graph", DataPipe, DataPipeGraph)
 
-_MADE_FROM: "weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], ...]]" = weakref.WeakKeyDictionary()
-"""{a node made anew: those it was made from, the last one first}"""
+_MADE_FROM: "dict[int, tuple[weakref.ref[Any], ...]]" = {}
+"""{id of a living node made anew: those it was made from, the last one first}; a dataclass has no hash to go by"""
 
 
 # Looking ------------------------------------------------------------------------------------------------
@@ -52,14 +52,16 @@ def traverse_dps(datapipe: DataPipe) -> DataPipeGraph:
         ) from error
 
 
-def list_dps(graph: DataPipeGraph, exclude_dps: "DataPipe | Sequence[DataPipe] | None" = None) -> "list[DataPipe]":
+def list_dps(
+    graph: "DataPipe | DataPipeGraph", exclude_dps: "DataPipe | Sequence[DataPipe] | None" = None
+) -> "list[DataPipe]":
     """All nodes of a graph, breadth first, each once, without those at or below `exclude_dps`."""
     excluded: list[Any] = []
     if exclude_dps is not None:
         excluded = list(exclude_dps) if isinstance(exclude_dps, (list, tuple)) else [exclude_dps]
     seen = {id(node) for root in excluded for node in list_dps(traverse_dps(root))}
     found: list[DataPipe] = []
-    level = [graph]
+    level = [graph if isinstance(graph, dict) else traverse_dps(_root(graph))]
     while level:
         below = []
         for part in level:
@@ -72,7 +74,7 @@ def list_dps(graph: DataPipeGraph, exclude_dps: "DataPipe | Sequence[DataPipe] |
     return found
 
 
-def find_dps(graph: DataPipeGraph, dp_type: "type[DataPipe]") -> "list[DataPipe]":
+def find_dps(graph: "DataPipe | DataPipeGraph", dp_type: "type[DataPipe]") -> "list[DataPipe]":
     """All nodes of exactly this type, breadth first, each once."""
     return [node for node in list_dps(graph) if kind_of(node) is dp_type]
 
@@ -85,10 +87,8 @@ def replace_dp(graph: Graph, old_datapipe: DataPipe, new_datapipe: DataPipe) -> 
 
     Raises GraphError where the old one is not in the graph.
     """
-    if not isinstance(new_datapipe, (IterDataPipe, MapDataPipe)):
-        raise ArgumentTypeError(f"a datapipe takes a datapipe's place, got {new_datapipe!r:.80}")
     root = _root(graph)
-    return _like(graph, rewired(root, {id(_found(root, old_datapipe)): new_datapipe}))
+    return _like(graph, rewired(root, {id(_found(root, old_datapipe)): _as_node(new_datapipe)}))
 
 
 def remove_dp(graph: Graph, datapipe: DataPipe) -> Graph:
@@ -120,7 +120,9 @@ def insert_before(graph: Graph, datapipe: DataPipe, make: "Callable[[Any], DataP
     inputs = inputs_of(node)
     if not inputs:
         raise GraphError(f"nothing can stand before {node_names(root)[id(node)]}: it has no input")
-    return _like(graph, rewired(root, {id(node): _over(node, {id(child): make(child) for child in inputs})}))
+    each = {id(child): child for child in inputs}  # once, where the node reads from one twice
+    made = {key: _as_node(make(child)) for key, child in each.items()}
+    return _like(graph, rewired(root, {id(node): _over(node, made)}))
 
 
 def map_graph(graph: Graph, function: "Callable[[DataPipe], DataPipe | None]") -> Graph:
@@ -144,11 +146,15 @@ def map_graph(graph: Graph, function: "Callable[[DataPipe], DataPipe | None]") -
 def mapped(datapipe: DataPipe, function: "Callable[[Any, Any], DataPipe | None]") -> DataPipe:
     """What `map_graph` does, of `function(node over its new inputs, the node as it was)`."""
     done: dict[int, DataPipe] = {}
+    changed = False
     for node in _sources_first(datapipe):
         over = _over(node, done)
+        if over is node and _is_dealer(node):  # it counts its children's iterations: copies of them want their own
+            over = copied(node)
         made = function(over, node)
+        changed |= made is not None and made is not over
         done[id(node)] = over if made is None else made
-    return done[id(datapipe)]
+    return done[id(datapipe)] if changed else datapipe
 
 
 def rewritten(graph: IndexedDataPipe, change: "dict[int, IndexedDataPipe]") -> IndexedDataPipe:
@@ -170,13 +176,13 @@ def rewired(datapipe: DataPipe, change: "dict[int, Any]") -> DataPipe:
 def copied(node: DataPipe) -> DataPipe:
     """A node of its own over the same inputs. Raises ArgumentTypeError where it cannot be copied."""
     if isinstance(node, IndexedDataPipe):
-        return _noted(node.changed(), node)
+        return made_from(node.changed(), node)
     return _copied(node, {id(child): child for child in inputs_of(node)})
 
 
 def is_made_from(node: DataPipe, original: DataPipe) -> bool:
     """Whether a node is `original`, or was made from it by cuts."""
-    return node is original or any(reference() is original for reference in _MADE_FROM.get(node, ()))
+    return node is original or any(reference() is original for reference in _MADE_FROM.get(id(node), ()))
 
 
 def same_graph(datapipe: DataPipe, other: "DataPipe | None") -> bool:
@@ -213,12 +219,19 @@ def _over(node: DataPipe, done: "dict[int, DataPipe]") -> DataPipe:
         return node
     if isinstance(node, IndexedDataPipe):
         children: list[Any] = [done.get(id(child), child) for child in inputs]
-        return _noted(node.with_children(*children), node)
+        return made_from(node.with_children(*children), node)
     return _copied(node, {id(child): done.get(id(child), child) for child in inputs})
 
 
 def _copied(node: DataPipe, inputs: "dict[int, DataPipe]") -> DataPipe:
     """A copy of a stream's node over other inputs: where a deep copy comes to one, it takes what is there instead."""
+    for child in inputs_of(node):
+        if _is_dealer(child) != _is_dealer(new := inputs[id(child)]):
+            raise GraphError(
+                f"{type(node).__name__} cannot read from {type(new).__name__} in place of {type(child).__name__}: "
+                "nothing stands between a fork or demux and its children, nor does another node read from it; put it "
+                "below the one or above the others"
+            )
     try:
         made = copy.deepcopy(node, dict(inputs))
     except Exception as error:
@@ -226,12 +239,20 @@ def _copied(node: DataPipe, inputs: "dict[int, DataPipe]") -> DataPipe:
             f"{type(node).__name__} cannot be copied ({type(error).__name__}: {error}), so nothing can be put "
             "around or below it; a node that opens its files in __iter__ can"
         ) from error
-    return _noted(made, node)
+    return made_from(made, node)
 
 
-def _noted(made: DataPipe, node: DataPipe) -> DataPipe:
+def _is_dealer(node: DataPipe) -> bool:
+    """Whether only torch's children of a fork or demux can read from it."""
+    return callable(getattr(type(node), "get_next_element_by_instance", None))
+
+
+def made_from(made: DataPipe, node: DataPipe) -> DataPipe:
+    """The node that was made, which from now on answers to the one it was made from."""
     if made is not node:
-        _MADE_FROM[made] = (weakref.ref(node), *_MADE_FROM.get(node, ()))
+        if id(made) not in _MADE_FROM:
+            weakref.finalize(made, _MADE_FROM.pop, id(made), None).atexit = False
+        _MADE_FROM[id(made)] = (weakref.ref(node), *_MADE_FROM.get(id(node), ()))
     return made
 
 
@@ -242,6 +263,12 @@ def _root(graph: Any) -> DataPipe:
         ((node, _),) = graph.values()
         return node
     raise ArgumentTypeError(f"a graph is its last node, or what traverse_dps gives of that, got {type(graph).__name__}")
+
+
+def _as_node(made: Any) -> DataPipe:
+    if not isinstance(made, (IterDataPipe, MapDataPipe)):
+        raise ArgumentTypeError(f"a datapipe takes a datapipe's place, got {made!r:.80}")
+    return made
 
 
 def _like(graph: Any, root: DataPipe) -> Any:

@@ -254,7 +254,8 @@ class SampleBatcher(IndexedDataPipe):
             hidden = None if masked is None else masked[at : at + b]
             if self.tail != "pad":
                 hidden = None if masked is None else masked[rows]
-                hidden = bad if hidden is None or bad is None else hidden | bad
+                if bad is not None:
+                    hidden = bad if hidden is None else hidden | bad
                 yield Rows(stacked(list(made)), samples[rows], sources[rows], None, hidden)
                 continue
             if bad is not None:

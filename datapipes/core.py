@@ -149,14 +149,17 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
         return node
 
     def __init__(self, *children: "IndexedDataPipe") -> None:
+        self.children: tuple[IndexedDataPipe, ...] = self._as_children(children)
+        self._plan = Unpickled()
+
+    def _as_children(self, children: "tuple[IndexedDataPipe, ...]") -> "tuple[IndexedDataPipe, ...]":
         for child in children:
             if not isinstance(child, IndexedDataPipe):
                 raise ArgumentTypeError(
                     f"{type(self).__name__} takes indexed nodes, got {type(child).__name__}: a stream has no "
                     "numbers; start from TokenReader, or keep the whole graph a stream"
                 )
-        self.children: tuple[IndexedDataPipe, ...] = children
-        self._plan = Unpickled()
+        return children
 
     # What a subclass says -----------------------------------------------------------------------------
 
@@ -288,7 +291,7 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
 
     def with_children(self: Node, *children: "IndexedDataPipe") -> Node:
         """The same node over other children; the node itself is unchanged."""
-        copy = self.changed(children=children)
+        copy = self.changed(children=self._as_children(children))
         copy.check()
         return copy
 

@@ -10,6 +10,7 @@ items is put around the next node above that makes some.
 """
 
 import copyreg
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -223,11 +224,43 @@ def _applying(kind: Any, name: str) -> "Callable[..., Any]":
     return apply
 
 
+_INSIDE = threading.local()
+"""`node`: whose own iterate or fetch this thread is in."""
+
+
+def _asks_itself(kind: Any) -> bool:
+    """Whether of a class's iterate and fetch one may ask the other, which is then no call from outside; those of this
+    package do not."""
+    if kind.iterate is IndexedDataPipe.iterate or kind.fetch is IndexedDataPipe.fetch:
+        return False
+    return not all(method.__module__.startswith(f"{__package__}.") for method in (kind.iterate, kind.fetch))
+
+
+def _inside(node: Any, function: "Callable[..., Any]", *arguments: Any) -> Any:
+    """A call of a node's own, in which the node itself is asked with nothing around it."""
+    before, _INSIDE.node = getattr(_INSIDE, "node", None), node
+    try:
+        return function(*arguments)
+    finally:
+        _INSIDE.node = before
+
+
+def _from_inside(node: Any, items: "Iterator[Any]") -> "Iterator[Any]":
+    end = object()
+    while (item := _inside(node, next, items, end)) is not end:
+        yield item
+
+
 def _iterating(kind: Any) -> "Callable[..., Any]":
     fetches = kind.iterate is IndexedDataPipe.iterate and kind.fetch is not IndexedDataPipe.fetch
+    asks_itself = _asks_itself(kind)
 
     def iterate(self: Any, start: int = 0, stop: "int | None" = None) -> "Iterator[Any]":
+        if getattr(_INSIDE, "node", None) is self:
+            return kind.iterate(self, start, stop)
         begin: Callable[[int], Iterator[Any]] = lambda at: kind.iterate(self, at, stop)  # noqa: E731
+        if asks_itself:
+            begin = lambda at: _from_inside(self, iter(kind.iterate(self, at, stop)))  # noqa: E731
         for wrapper in wrappers_of(self):
             if not (fetches and type(wrapper).fetch is not Wrapper.fetch):  # it sees them as they are fetched
                 begin = _iterated(wrapper, self, begin, stop)
@@ -243,8 +276,14 @@ def _iterated(
 
 
 def _fetching(kind: Any) -> "Callable[..., Any]":
+    asks_itself = _asks_itself(kind)
+
     def fetch(self: Any, numbers: Any, columns: Any = None) -> Any:
+        if getattr(_INSIDE, "node", None) is self:
+            return kind.fetch(self, numbers, columns)
         function: Callable[[Any], Any] = lambda wanted: kind.fetch(self, wanted, columns)  # noqa: E731
+        if asks_itself:
+            function = lambda wanted: _inside(self, kind.fetch, self, wanted, columns)  # noqa: E731
         for wrapper in wrappers_of(self):
             function = partial(wrapper.fetch, self, function)
         return function(numbers)

@@ -18,6 +18,7 @@ from ..datapipes.errors import (
     LoaderWarning,
 )
 from ..datapipes.linting import serious_findings
+from ..datapipes.names import named_nodes
 from ..datapipes.plan.counts import SourceCounts
 from ..datapipes.rank_zero import warn
 from ..datapipes.wrapped import wrappers_of
@@ -86,9 +87,10 @@ class DataLoader2(IndexedLoader):
         self._counts: SourceCounts | None = None
         self._worn: list[Adapter] = []  # of a stream: put on while it runs
         self._look_for_ledgers(graph)
-        for wrapper in wrappers_of(graph):
-            if isinstance(wrapper, SeedWrapper):
-                self.seed(wrapper.seed)
+        for node, _ in reversed([*named_nodes(graph)]):  # what stands on top of a seed came later
+            for wrapper in wrappers_of(node):
+                if isinstance(wrapper, SeedWrapper):
+                    self.seed(wrapper.seed)
         self._terminated = False
 
     # Iterating ------------------------------------------------------------------------------------------
