@@ -1,12 +1,15 @@
 """A node in threads or processes of its own."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -20,11 +23,12 @@ from torch.utils.data.datapipes.iter import Filter
 from ..datapipes._torch import DataPipe, IterDataPipe
 from ..datapipes.combine import Mapper
 from ..datapipes.core import IndexedDataPipe, Unpickled, as_count
-from ..datapipes.errors import ArgumentTypeError, GraphError
+from ..datapipes.errors import ArgumentTypeError, GraphError, WorkerError
 from ..datapipes.gather import stacked
 from ..datapipes.lifeline import PassedDescriptor, end_with
 from ..datapipes.names import named_nodes, node_names
-from ..datapipes.wrapped import AheadWrapper, kind_of
+from ..datapipes.notes import become_worker, deliver_notes, take_item_notes, take_notes
+from ..datapipes.wrapped import AheadWrapper, as_kind, kind_of, wrappers_of
 from .around import chosen_nodes, gives_items, put_around
 from .base import Adapter
 from .retry import is_function
@@ -66,8 +70,7 @@ class Processes:
 class _Executor:
     """Threads or processes that run calls; `submit` gives a function that waits for the result."""
 
-    def __init__(self, where: "Threads | Processes") -> None:
-        self._life = -1
+    def __init__(self, where: "Threads | Processes", name: str) -> None:
         if isinstance(where, Threads):
             pool = ThreadPool(where.count)  # its threads are daemons: the interpreter ends without those that are stuck
             self._close: Any = weakref.finalize(self, pool.terminate)
@@ -91,10 +94,33 @@ class _Executor:
             os.close(child)
 
         self._close = weakref.finalize(self, close)
-        self.submit = lambda f, *a: executor.submit(f, *a).result
+
+        def submit(function: "Callable[..., Any]", *arguments: Any) -> "Callable[[], Any]":
+            with _named(name):
+                future = executor.submit(_called, function, *arguments)
+
+            def result() -> Any:
+                with _named(name):
+                    value, error, notes = future.result()
+                deliver_notes(notes)
+                if error is not None:
+                    raise error
+                return value
+
+            return result
+
+        self.submit = submit
 
     def close(self) -> None:
         self._close()
+
+
+@contextlib.contextmanager
+def _named(name: str) -> "Iterator[None]":
+    try:
+        yield
+    except BrokenExecutor as error:
+        raise WorkerError(f"{name}: a process that Placement started for it has ended ({error})") from error
 
 
 class PassedLater:
@@ -112,6 +138,8 @@ def end_with_parent(life: Any) -> None:
     import torch
 
     end_with(life.number)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the main process's
+    become_worker()
     torch.set_num_threads(1)
 
 
@@ -135,7 +163,7 @@ class PlacementWrapper(AheadWrapper):
     def _submit(self) -> "Callable[..., Callable[[], Any]]":
         executor = self._executor.value
         if executor is None:
-            executor = self._executor.value = _Executor(self.where)
+            executor = self._executor.value = _Executor(self.where, self.name)
         return executor.submit
 
     # Indexed: stretches of numbers ----------------------------------------------------------------------------
@@ -154,9 +182,11 @@ class PlacementWrapper(AheadWrapper):
                 waiting.append((upto - start, submit(make, start, upto)))
                 start = upto
             count, result = waiting.popleft()
-            seconds, items = result()
+            seconds, items, error = result()
             together = max(1, min(MOST_TOGETHER, int(TOGETHER * count / max(seconds, 1e-9))))
             yield from items
+            if error is not None:
+                raise error
 
     def fetch(self, node: IndexedDataPipe, fetch: "Callable[[Any], Any]", numbers: Any) -> Any:
         numbers = np.asarray(numbers)
@@ -188,30 +218,48 @@ class PlacementWrapper(AheadWrapper):
             self.delivered = places
             yield value
 
-        for item in single.datapipe:
+        source, broken, end = iter(single.datapipe), None, object()
+        while True:
+            try:
+                item = next(source, end)
+            except Exception as error:  # after the items that came before it
+                broken = error
+                break
+            if item is end:
+                break
             waiting.append((self.places(), submit(apply, item)))
             if len(waiting) >= 2 * self.where.count:
                 yield from taken()
         while waiting:
             yield from taken()
+        if broken is not None:
+            raise broken
 
 
-def _made_here(begin: "Callable[[int], Iterator[Any]]", start: int, stop: int) -> "tuple[float, list[Any]]":
-    began = perf_counter()
-    items = list(islice(begin(start), stop - start))
-    return perf_counter() - began, items
+Made = tuple[float, list[Any], "Exception | None"]
+"""(seconds, items, what was raised instead of the next one)."""
+
+
+def _made_here(begin: "Callable[[int], Iterator[Any]]", start: int, stop: int) -> Made:
+    began, items, raised = perf_counter(), [], None
+    try:
+        for item in islice(begin(start), stop - start):
+            items.append(item)
+    except Exception as error:
+        raised = error
+    return perf_counter() - began, items, raised
 
 
 # In a process of its own ------------------------------------------------------------------------------------
 
 
 def _bytes_of(node: Any) -> bytes:
-    """A node as its process has it: of a stream's, without its input."""
+    """A node as its process has it: of a stream's, without its input, but with what is around its function."""
     if isinstance(node, IndexedDataPipe):
         return pickle.dumps(plain(node))
     inner: Any = object.__new__(kind_of(node))
     vars(inner).update({name: value for name, value in vars(node).items() if not isinstance(value, IterDataPipe)})
-    vars(inner).pop("_wrappers", None)
+    vars(inner)["_wrappers"] = tuple(w for w in wrappers_of(node) if not isinstance(w, AheadWrapper))
     return pickle.dumps(vars(inner) | {"": kind_of(node)})
 
 
@@ -234,13 +282,54 @@ def _there(data: bytes) -> Any:
             kind = found.pop("")
             made = object.__new__(kind)
             vars(made).update(found)
+            as_kind(made, kind)
             found = made
         _node = data, found
     return _node[1]
 
 
-def _made_there(data: bytes, start: int, stop: int) -> "tuple[float, list[Any]]":
-    return _made_here(lambda at: _there(data).iterate(at, stop), start, stop)
+def _called(function: "Callable[..., Any]", *arguments: Any) -> "tuple[Any, Exception | None, list[Any]]":
+    """(what the function gives, or what it raises, what was noted meanwhile)."""
+    value, raised = None, None
+    try:
+        value = function(*arguments)
+    except Exception as error:
+        raised = _portable(error)
+    return value, raised, [*take_notes(last=True), *take_item_notes()]
+
+
+class _AsItIs:
+    """Pickled, it becomes the exception, of which no __init__ is called."""
+
+    def __init__(self, error: Exception) -> None:
+        self._parts = type(error), error.args, vars(error)
+
+    def __reduce__(self) -> Any:
+        return _with_attributes, self._parts
+
+
+def _with_attributes(kind: "type[Exception]", arguments: Any, attributes: "dict[str, Any]") -> Exception:
+    error = kind.__new__(kind, *arguments)
+    vars(error).update(attributes)
+    return error
+
+
+def _portable(error: Exception) -> Any:
+    """What arrives as the exception, or, where it cannot be built again there, as one that says what it was."""
+    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"in a process of Placement's:\n{lines}")
+    for sent in (error, _AsItIs(error)):
+        with contextlib.suppress(Exception):  # of whatever kind
+            found = pickle.loads(pickle.dumps(sent))
+            if type(found) is type(error) and str(found) == str(error):
+                return sent
+    return WorkerError(f"{type(error).__name__}, which cannot be built again in this process: {error}\n{lines}")
+
+
+def _made_there(data: bytes, start: int, stop: int) -> Made:
+    seconds, items, error = _made_here(lambda at: _there(data).iterate(at, stop), start, stop)
+    return seconds, items, error and _portable(error)
 
 
 def _fetched_there(data: bytes, numbers: Any) -> "list[Any]":
@@ -287,7 +376,8 @@ class Placement(Adapter):
         for node in nodes:
             if why := _cannot_be_placed(node, names):
                 raise GraphError(f"{names[id(node)]} cannot run in {where[id(node)]}: {why}")
-        return put_around(datapipe, nodes, lambda node: PlacementWrapper(where[id(node)], names[id(node)]))
+        # innermost: what else is around the node, put on before or after, sees its items
+        return put_around(datapipe, nodes, lambda node: PlacementWrapper(where[id(node)], names[id(node)]), True)
 
 
 def _cannot_be_placed(node: DataPipe, names: "dict[int, str]") -> str:

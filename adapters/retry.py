@@ -118,6 +118,7 @@ class RetryWrapper(Wrapper):
         if is_function(node):
             yield from begin()
             return
+        _check_not_ahead(node, self.name)
         places, items, tried = _Places(node), None, 1
         while True:
             try:
@@ -198,7 +199,8 @@ class Retry(Adapter):
         return put_around(datapipe, chosen, lambda node: RetryWrapper(self, names[id(node)]))
 
 
-_SKIPPED = object()
+class _SKIPPED:
+    """Stands for an item that was left out: a class, so that it is itself in every process."""
 
 
 class SkipWrapper(Wrapper):
@@ -224,6 +226,7 @@ class SkipWrapper(Wrapper):
         if is_function(node):
             yield from (item for item in begin() if item is not _SKIPPED)
             return
+        _check_not_ahead(node, self.name)
         stateful: list[Any] = [below for below, _ in named_nodes(node) if has_state(below)]
         while True:
             try:
@@ -331,6 +334,17 @@ def _failing_nodes(datapipe: DataPipe, nodes: "tuple[Any, ...] | None", what: st
     if not found:
         raise GraphError(f"no item of this graph can be {what}: " + _cannot_go_on(datapipe, names))
     return found
+
+
+def _check_not_ahead(node: DataPipe, name: str) -> None:
+    """Raises GraphError where something that was put on later takes items ahead, below a node that goes back."""
+    names = node_names(node)
+    for below, _ in named_nodes(node):
+        if below is not node and any(isinstance(w, AheadWrapper) and w.takes_ahead for w in wrappers_of(below)):
+            raise GraphError(
+                f"{name} goes back where it fails, and {names[id(below)]} below it takes items ahead; "
+                f"with nodes= that names {names[id(below)]}, or functions such as maps alone, it would do"
+            )
 
 
 def _cannot_go_on(node: DataPipe, names: "dict[int, str]") -> str:

@@ -93,7 +93,10 @@ class TimeoutWrapper(Wrapper):
         except TimeoutError:
             if not helper.busy:  # the node's own
                 raise
-            frame = sys._current_frames().get(helper.thread)
+            frames = sys._current_frames()
+            frame = frames.get(helper.thread)
+            while frame is not None and frame.f_code is _Helper.call.__code__:  # a node below has a time of its own
+                frame = frames.get(frame.f_locals["self"].thread)
             inner, stack = where_in_frames(frame, node_names(node, self._way))
             where = f" It is in node {inner}." if inner and inner != self.name else ""
             raise NodeTimeoutError(

@@ -127,6 +127,9 @@ class CertificateError(TokenpipeError, ValueError):
 class DocumentError(TokenpipeError, ValueError):
     """A text file or line that cannot be read as a document; the message names file and line."""
 
+    end: "int | None" = None
+    """The byte of the file behind that line; None: not known."""
+
 
 class DrawingError(TokenpipeError, RuntimeError):
     """A picture that cannot be made: graphviz's `dot` is missing, failed or took too long; Mermaid text needs none."""

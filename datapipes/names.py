@@ -97,7 +97,8 @@ def inputs_of(node: DataPipe) -> "list[DataPipe]":
     """
     if isinstance(node, IndexedDataPipe):
         return list(node.children)
-    found = {id(child): child for value in vars(node).values() for child in _datapipes_in(value)}
+    values = list(vars(node).values())  # at once: a thread that iterates the node adds to them
+    found = {id(child): child for value in values for child in _datapipes_in(value)}
     found.pop(id(node), None)
     return list(found.values())
 

@@ -2,19 +2,32 @@
 
 A `Ledger` belongs to an adapter and stands, by its key, for the same book in every process. What is told to it in the
 main process is written down at once. What is told in a worker waits there in one list, which travels with the next
-items (`take_notes`, `deliver_notes`).
+items (`take_notes`, `deliver_notes`), or in that of the next item alone (`take_item_notes`), and is then written down
+when this one is handed out.
 """
 
+import contextlib
 import threading
 import uuid
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Ledger", "become_worker", "deliver_notes", "forward_notes", "take_notes"]
+__all__ = [
+    "Ledger",
+    "become_worker",
+    "deliver_notes",
+    "forward_notes",
+    "made_again",
+    "take_item_notes",
+    "take_notes",
+]
 
 _LEDGERS: "weakref.WeakValueDictionary[str, Ledger]" = weakref.WeakValueDictionary()
 _CLOSING = threading.Lock()
 _waiting: "list[tuple[str, Any]] | None" = None  # in a worker
+_of_next_item: "list[tuple[str, Any]]" = []
+_made_again = False
 
 
 class Ledger:
@@ -22,6 +35,8 @@ class Ledger:
 
     kind = ""
     """What a state calls it."""
+    of_items = False
+    """Whether a note belongs to the item that is given next: read ahead it does not count, made again not twice."""
 
     def __init__(self, key: str = "") -> None:
         self.key = key or uuid.uuid4().hex
@@ -39,10 +54,12 @@ class Ledger:
 
     def tell(self, note: Any) -> None:
         """Notes something, from any process."""
+        if self.of_items and _made_again:
+            return
         if _waiting is None:
             self.write(note)
         else:
-            _waiting.append((self.key, note))
+            (_of_next_item if self.of_items else _waiting).append((self.key, note))
 
     def write(self, note: Any) -> None:
         """In the main process: what is done with a note."""
@@ -87,7 +104,28 @@ def become_worker() -> None:
     """In a worker, before anything else: what is noted waits to be taken."""
     global _waiting
     _waiting = []
+    _of_next_item.clear()
     _LEDGERS.clear()  # a fork has those of the main process
+
+
+@contextlib.contextmanager
+def made_again() -> "Iterator[None]":
+    """What is made here was made before, and what was noted then stands."""
+    global _made_again
+    _made_again = True
+    try:
+        yield
+    finally:
+        _made_again = False
+
+
+def take_item_notes() -> "list[tuple[str, Any]]":
+    """In a worker: what has been noted since the item before."""
+    if not _of_next_item:
+        return []
+    notes = _of_next_item[:]
+    _of_next_item.clear()
+    return notes
 
 
 def take_notes(last: bool) -> "list[tuple[str, Any]]":

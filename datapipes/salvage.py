@@ -18,6 +18,7 @@ class SkipLedger(Ledger):
     """What was done without, and how much more may be."""
 
     kind = "skip_errors"
+    of_items = True
 
     def __init__(self, key: str = "", budget: int = 0) -> None:
         super().__init__(key)
@@ -27,6 +28,7 @@ class SkipLedger(Ledger):
         self._items: list[tuple[str, str]] = []  # of a stream
         self._many = 0  # items beyond those that are shown
         self._full = False
+        self._in_this_process = 0
 
     def settings(self) -> "dict[str, Any]":
         return {"budget": self.budget}
@@ -44,6 +46,12 @@ class SkipLedger(Ledger):
         """Notes one that was done without; of a stream, raises SkipBudgetError for one too many."""
         self.tell((node, sample, f"{type(error).__name__}: {error}"[:200]))
         if sample is None:
+            self._in_this_process += 1  # a worker, which knows no more, must not go on for ever
+            if self._in_this_process > self.budget:
+                raise SkipBudgetError(
+                    f"{self._in_this_process} items cannot be made, and SkipErrors has a budget of {self.budget}; the "
+                    f"last one: {type(error).__name__}: {error} (in {node})"
+                ) from error
             self.check(None, error)
 
     def write(self, note: Any) -> None:

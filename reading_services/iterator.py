@@ -7,6 +7,7 @@ from ..datapipes.core import as_count
 from .interface import PauseIteration
 
 if TYPE_CHECKING:
+    from ..datapipes.notes import Ledger
     from .data_loader2 import DataLoader2
 
 __all__ = ["DataLoader2Iterator"]
@@ -47,7 +48,7 @@ class DataLoader2Iterator:
                 loader._run.delivered += 1
             for ledger in loader._ledgers:
                 if ledger.full:
-                    ledger.check(None if loader._run is None else loader._run.consumed_samples)
+                    self._check(ledger)
             return item
         except PauseIteration:
             self._left += 1
@@ -62,6 +63,18 @@ class DataLoader2Iterator:
             raise
         except BaseException:  # Ctrl-C: what was not counted was not delivered, and is made again
             loader._interrupted = True
+            raise
+
+    def _check(self, ledger: "Ledger") -> None:
+        """Raises where what a ledger has noted is too much; the item that came with it is then not delivered."""
+        loader = self._loader
+        try:
+            ledger.check(None if loader._run is None else loader._run.consumed_samples)
+        except Exception:
+            if loader._run is not None:
+                loader._run.delivered -= 1
+            elif (take_back := getattr(loader._items, "take_back", None)) is not None:
+                take_back()
             raise
 
     def limit(self, num_batches: "int | None") -> None:

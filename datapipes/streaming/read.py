@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentTypeError, StateError
+from ..errors import ArgumentTypeError, DocumentError, StateError
 from ..fingerprint import files_fingerprint
 from ..formats.layout import TokenLayout
 from ..tokenize.documents import Span, list_inputs, read_documents
@@ -62,9 +62,13 @@ class JsonLinesReader(StreamingDataPipe):
     def __iter__(self) -> "Iterator[str]":
         while self.file < len(self.files):
             file = self.files[self.file]
-            for document in read_documents(Span(file, self.offset, file.size), self.column, None):
-                self.offset = document.start + document.taken
-                yield document.text
+            try:
+                for document in read_documents(Span(file, self.offset, file.size), self.column, None):
+                    self.offset = document.start + document.taken
+                    yield document.text
+            except DocumentError as error:
+                self.offset = self.offset if error.end is None else error.end  # for who does without it
+                raise
             self.file, self.offset = self.file + 1, 0
 
     def load_state_dict(self, state: "Mapping[str, Any]") -> None:

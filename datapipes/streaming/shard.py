@@ -34,6 +34,7 @@ from ..core import MAX_NUMBER
 from ..errors import LoaderError, LoaderWarning, StateError, StateMismatchError, TokenpipeError
 from ..items import items_of
 from ..names import inputs_of, named_nodes, node_names
+from ..notes import made_again
 from ..rank_zero import warn
 from ..wrapped import AheadWrapper, as_kind, wrappers_of
 from ..wrapped import kind_of as built_as
@@ -227,7 +228,8 @@ class StreamShard:
         try:
             while self._skip:
                 each()
-                next(self._iterator)
+                with made_again():
+                    next(self._iterator)
                 self._skip -= 1
         except StopIteration:
             raise StateMismatchError(

@@ -178,17 +178,17 @@ def _lines(span: Span, file: "IO[bytes]", column: str, ids: "str | None") -> Ite
         file.readline()
     start = file.tell()
     while start < span.end and (line := file.readline()):
-        text = _decoded(line, path, start)
-        if text.strip():
-            row = _object(text, path, start)
-            yield Document(
-                _string(row, column, path, start),
-                "" if ids is None else _string(row, ids, path, start, is_id=True),
-                path,
-                start,
-                len(line),
-                True,
-            )
+        try:
+            text = _decoded(line, path, start)
+            row = _object(text, path, start) if text.strip() else None
+            if row is not None:
+                found = _string(row, column, path, start)
+                name = "" if ids is None else _string(row, ids, path, start, is_id=True)
+        except DocumentError as error:
+            error.end = start + len(line)
+            raise
+        if row is not None:
+            yield Document(found, name, path, start, len(line), True)
         start += len(line)
 
 

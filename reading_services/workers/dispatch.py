@@ -25,7 +25,7 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from ...datapipes._torch import DataPipe, IterDataPipe, apply_sharding
 from ...datapipes.items import items_of
 from ...datapipes.names import inputs_of, named_nodes, node_names, where_of
-from ...datapipes.notes import forward_notes, take_notes
+from ...datapipes.notes import forward_notes, take_item_notes, take_notes
 from ...datapipes.streaming import ShardingRoundRobinDispatcher
 from ..seeds import SeedGenerator, set_process_random_seed
 from .channel import Channel, ChannelClosed
@@ -192,7 +192,7 @@ class _Dispatcher:
             for worker, waiting in enumerate(self._waiting):
                 if self._asked[worker] and not waiting:
                     self._asked[worker] = False
-                    self._to(worker, *last, take_notes(last=True))
+                    self._to(worker, *last, [*take_item_notes(), *take_notes(last=True)])
             self._wait()
 
     def _serve(self, worker: int) -> None:
@@ -201,7 +201,7 @@ class _Dispatcher:
         while waiting and self._wanted[worker] > 0:
             self._wanted[worker] -= 1
             item = channel.put(packed(waiting.popleft()))
-            self._to(worker, ITEM, self._turn, item, take_notes(last=False))
+            self._to(worker, ITEM, self._turn, item, [*take_item_notes(), *take_notes(last=False)])
 
     def _wait(self) -> None:
         """Until somebody has said something. Raises _NewTurn, ChannelClosed."""

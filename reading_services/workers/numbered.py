@@ -12,12 +12,12 @@ import numpy as np
 from ...datapipes._torch import DataPipe
 from ...datapipes.core import IndexedDataPipe
 from ...datapipes.kernels import load_kernels
+from ...datapipes.notes import deliver_notes
 from ..interface import WorkerInfo
-from .channel import Channel, Item
 from .pickled import from_bytes, to_bytes
 from .pool import Pool
 from .process import Lines
-from .turns import given_up, opened, paced, task_size, tasks_for
+from .turns import Arrived, given_up, opened, paced, task_size, tasks_for
 
 __all__ = ["NumberedItems"]
 
@@ -138,11 +138,12 @@ class NumberedItems:
     def work(self, worker: int) -> NumberedWork:
         return self._work
 
-    def arrived(self, worker: int, number: int, item: "tuple[Channel, Item]", seconds: float, snapshot: Any) -> None:
+    def arrived(self, worker: int, number: int, item: Arrived, seconds: float, snapshot: Any) -> None:
         self._pace = paced(self._pace, seconds)
         self._ready[number] = item
 
-    def ended(self, worker: int, number: int) -> None:
+    def ended(self, worker: int, number: int, notes: Any) -> None:
+        deliver_notes(notes)
         self._end = min(self._end, number)  # worker_init_fn has put an end to the graph
 
     def failed(self, worker: int, number: int, error: Any) -> None:

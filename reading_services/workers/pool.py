@@ -192,10 +192,10 @@ class Pool:
             deliver_notes(message[4] if kind != END else message[3])
         if kind == ITEMS:
             number, items, _, descriptors = message[2:]
-            for seconds, snapshot, about in items:
+            for seconds, snapshot, about, notes in items:
                 item = process.channel.arrived(about, descriptors)
                 if turn is not None:
-                    turn.arrived(seat.number, number, (process.channel, item), seconds, snapshot)
+                    turn.arrived(seat.number, number, (process.channel, item, notes), seconds, snapshot)
                 else:
                     process.channel.drop(item)
                 number += 1
@@ -212,7 +212,7 @@ class Pool:
             seat.begun, self._losses.failed_starts = True, 0
         elif kind == END:
             seat.tasks.clear()
-            turn.ended(seat.number, message[2])
+            turn.ended(seat.number, message[2], message[4])
         else:
             assert kind == ERROR
             number, error = message[2:4]

@@ -7,20 +7,21 @@ worker 2          c0 │
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from ...datapipes._torch import DataPipe, apply_sharding
+from ...datapipes.notes import deliver_notes
 from ...datapipes.streaming.shard import Snapshot, StreamShard, later
 from ..interface import WorkerInfo
 from ..seeds import SeedGenerator, set_process_random_seed
-from .channel import Channel, Item
 from .dispatch import DispatchWork, attach
 from .pickled import from_bytes
 from .pool import Pool
 from .process import Lines
-from .turns import given_up, opened, paced, task_size, tasks_for
+from .turns import Arrived, given_up, opened, paced, task_size, tasks_for
 
 __all__ = ["StreamedItems", "StreamedWork"]
 
@@ -72,6 +73,13 @@ class StreamedWork:
 
     def place(self, number: int) -> str:
         return f"item {number}"
+
+
+@dataclass(frozen=True)
+class End:
+    """Where an item would be, had the shard one more."""
+
+    notes: "list[Any]"
 
 
 class _Shard:
@@ -134,9 +142,10 @@ class StreamedItems:
                 self._deal()
             if shard.waiting and not shard.through:
                 found, snapshot = shard.waiting[0]
-                if found is None:
+                if isinstance(found, End):
                     shard.through = True
                     shard.waiting.clear()
+                    deliver_notes(found.notes)
                 else:
                     value = opened(found, self._pinned)
                     self._before = (shard, shard.place, shard.after, shard.given)
@@ -187,18 +196,18 @@ class StreamedItems:
             place |= {"skip": 0, "nodes": None}
         return StreamedWork(self._data, len(self._shards), self._seeds, place)
 
-    def arrived(self, worker: int, number: int, item: "tuple[Channel, Item]", seconds: float, snapshot: Any) -> None:
+    def arrived(self, worker: int, number: int, item: Arrived, seconds: float, snapshot: Any) -> None:
         shard = self._shards[worker]
         shard.pace = paced(shard.pace, seconds)
         shard.received = number + 1
         shard.newest, shard.since = (shard.newest, shard.since + 1) if snapshot is None else (snapshot, 0)
         shard.waiting.append((item, snapshot))
 
-    def ended(self, worker: int, number: int) -> None:
+    def ended(self, worker: int, number: int, notes: Any) -> None:
         shard = self._shards[worker]
         if not shard.closed:  # each of its tasks ends so
             shard.closed = True
-            shard.waiting.append((None, None))
+            shard.waiting.append((End(notes), None))
 
     def failed(self, worker: int, number: int, error: Any) -> None:
         shard = self._shards[worker]

@@ -6,15 +6,20 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ...datapipes.notes import deliver_notes
 from .channel import Channel, Item
 from .packing import unpacked
 from .process import Process
 from .raised import RaisedError
 
-__all__ = ["Seat", "Turn", "given_up", "opened", "paced", "task_size", "tasks_for"]
+__all__ = ["Arrived", "Seat", "Turn", "given_up", "opened", "paced", "task_size", "tasks_for"]
 
 TASK_SECONDS = 1e-3
 MOST_TASKS = 5  # of a worker: with two messages more, a socket takes them while nobody reads
+
+
+Arrived = tuple[Channel, Item, list[Any]]
+"""Where an item is, and what was noted while it was made."""
 
 
 class Turn(Protocol):
@@ -23,11 +28,11 @@ class Turn(Protocol):
     def work(self, worker: int) -> Any:
         """What the worker is to do, to be pickled, from where it stands now."""
 
-    def arrived(self, worker: int, number: int, item: "tuple[Channel, Item]", seconds: float, snapshot: Any) -> None:
+    def arrived(self, worker: int, number: int, item: "Arrived", seconds: float, snapshot: Any) -> None:
         """An item has come."""
 
-    def ended(self, worker: int, number: int) -> None:
-        """The worker has no item of this number, nor later ones."""
+    def ended(self, worker: int, number: int, notes: Any) -> None:
+        """The worker has no item of this number, nor later ones; what was noted while it looked for one."""
 
     def failed(self, worker: int, number: int, error: Any) -> None:
         """The item cannot be had: a RaisedError, or an exception."""
@@ -61,15 +66,16 @@ def opened(found: Any, pinned: "Callable[[Any], Any] | None") -> Any:
         raise found
     if isinstance(found, RaisedError):
         raise found.error()
-    channel, item = found
+    channel, item, notes = found
     value = unpacked(*channel.read(item))
+    deliver_notes(notes)
     return value if pinned is None else pinned(value)
 
 
 def given_up(found: Any) -> None:
     """Gives back what has arrived and nobody wants."""
     if isinstance(found, tuple):
-        channel, item = found
+        channel, item, _ = found
         channel.drop(item)
 
 

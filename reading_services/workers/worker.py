@@ -6,8 +6,8 @@ Messages in: (BEGIN, turn, work: bytes)        a graph to make items of; what wa
                                                has died of the first of them
 Messages out: (BEGINNING, turn)                it takes a while
               (BEGUN, turn)                    the graph is ready
-              (ITEMS, turn, number, [(seconds, snapshot, item), …], notes)  from this number on; what was noted
-              (END, turn, number, notes)       a stream has no item of this number
+              (ITEMS, turn, number, [(seconds, snapshot, item, its notes), …], notes)  from this number on
+              (END, turn, number, notes, notes of no item)  a stream has no item of this number
               (ERROR, turn, number, RaisedError, notes)  the item cannot be made; −1: nor any other
 A turn is one iteration of one graph; what belongs to an earlier one is dropped.
 """
@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from ...datapipes.names import node_names, where_of
-from ...datapipes.notes import take_notes
+from ...datapipes.notes import take_item_notes, take_notes
 from .channel import ChannelClosed
 from .packing import packed
 from .process import Lines
@@ -96,6 +96,7 @@ class _Beginning:
 def _begun(lines: Lines, turn: int, work: bytes, worker: int, process: str) -> "Work | None":
     try:
         made: Work | None = pickle.loads(work)
+        take_item_notes()  # of items that nobody wants any more
         lines.still_beginning, lines.turn = _Beginning(lines, turn), turn
         lines.names = {} if made is None else node_names(made.begin(lines, worker))
     except Exception as error:
@@ -108,7 +109,7 @@ def _begun(lines: Lines, turn: int, work: bytes, worker: int, process: str) -> "
 def _make(lines: Lines, turn: int, work: Work, start: int, stop: int, process: str) -> None:
     """Makes items and sends them, quick ones together: a message wakes up the main process, which costs as much."""
     channel, number = lines.channel, start
-    made: list[tuple[float, Any, tuple[Any, ...]]] = []
+    made: list[tuple[float, Any, tuple[Any, ...], list[Any]]] = []
     first = began = perf_counter()
 
     def send() -> None:
@@ -123,7 +124,7 @@ def _make(lines: Lines, turn: int, work: Work, start: int, stop: int, process: s
             item = None  # a generator may hold the next one's memory already
             about = channel.put(parts)
             now = perf_counter()
-            made.append((now - began, snapshot, about))
+            made.append((now - began, snapshot, about, take_item_notes()))
             began, number = now, number + 1
             lines.computing(number if number < stop else -1)
             if now - first > TOGETHER or channel.full or len(made) >= MOST_TOGETHER:
@@ -131,14 +132,15 @@ def _make(lines: Lines, turn: int, work: Work, start: int, stop: int, process: s
                 first = began = perf_counter()
         send()
         if number < stop:
-            channel.send(END, turn, number, take_notes(last=True))
+            channel.send(END, turn, number, take_notes(last=True), take_item_notes())
     except ChannelClosed:
         raise
     except BaseException as error:  # also sys.exit() in a function of the user's
         send()
         node = where_of(error, lines.names)
         where = process + (f" (node {node}, {work.place(number)})" if node else f" ({work.place(number)})")
-        channel.send(ERROR, turn, number, RaisedError.of(error, where), take_notes(last=True))
+        notes = [*take_notes(last=True), *take_item_notes()]
+        channel.send(ERROR, turn, number, RaisedError.of(error, where), notes)
 
 
 @contextlib.contextmanager
