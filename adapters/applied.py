@@ -19,7 +19,7 @@ def applied(adapter: "Adapter | Callable[[DataPipe], DataPipe]", loader: Any) ->
         print(profile.report())
 
     The iterator that is out stays valid; what was read ahead is made again. A stream goes on from its place: at once
-    where its nodes have a state, else by going through its epoch again.
+    where its nodes have a state, else by going through its epoch again, which the adapter sees.
 
     Args:
         adapter: one that keeps the items (Profile, Timeout, Retry, Prefetch, Tap, …).

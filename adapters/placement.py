@@ -390,4 +390,7 @@ def _cannot_be_placed(node: DataPipe, names: "dict[int, str]") -> str:
         return ""
     if not isinstance(node, IterDataPipe) or not is_function(node):
         return "it is no function of each of its items; Prefetch lets one thread run it, and what is below"
+    for wrapper in wrappers_of(node):
+        if isinstance(wrapper, AheadWrapper):  # it would not be asked
+            return f"it is around the node itself, inside of {wrapper.label}: Placement put on before that would do"
     return ""

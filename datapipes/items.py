@@ -58,6 +58,8 @@ class ReadAhead:
                 self._full[at % len(self._slots)].release()
                 at += 1
         finally:
+            with contextlib.suppress(Exception):
+                items.close()  # type: ignore[attr-defined]  # now: what is cleaned up later could meet the next iteration
             self._running.release()
 
     def __iter__(self) -> "ReadAhead":

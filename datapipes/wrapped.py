@@ -9,7 +9,6 @@ An indexed node that re-orders has no items of its own, only numbers: it is ente
 items is put around the next node above that makes some.
 """
 
-import copyreg
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -72,7 +71,7 @@ class Wrapper:
         return get(index)
 
     def numbers(self, node: IndexedDataPipe, function: "Callable[..., Any]", *arguments: Any) -> Any:
-        """A call that an indexed node answers by numbers (`BY_NUMBERS`)."""
+        """A call that an indexed node answers by numbers (`BY_NUMBERS`: the function's __name__)."""
         return function(*arguments)
 
 
@@ -295,10 +294,11 @@ def _numbering(kind: Any, name: str) -> "Callable[..., Any]":
     inner = getattr(kind, name)
 
     def numbers(self: Any, *arguments: Any) -> Any:
-        function: Callable[..., Any] = inner.__get__(self)
+        function: Any = inner.__get__(self)
         wrappers = self._wrappers
         for wrapper in wrappers[:-1]:
             function = partial(wrapper.numbers, self, function)
+            function.__name__ = name
         return wrappers[-1].numbers(self, function, *arguments)
 
     return numbers
@@ -317,15 +317,17 @@ def _getting(kind: Any) -> "Callable[..., Any]":
 def _reducing(kind: Any) -> "Callable[..., Any]":
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         made = kind.__reduce_ex__(self, protocol)
-        if isinstance(made, tuple) and made[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            # given at once: what a class with a __setstate__ of its own does not know would be lost
-            return (_empty, (kind, wrappers_of(self), *made[1][1:]), *made[2:])
-        return made  # a class with a way of its own, or torch looking through the graph
+        if not isinstance(made, tuple) or getattr(kind, "reduce_ex_hook", None) is not None:
+            return made  # torch is looking through the graph
+        function, *arguments = (kind if part is type(self) else part for part in (made[0], *made[1]))
+        # what is around it is given at once: what a class with a __setstate__ of its own does not know would be lost
+        return (_made_again, (wrappers_of(self), function, *arguments), *made[2:])
 
     return __reduce_ex__
 
 
-def _empty(kind: Any, wrappers: "tuple[Wrapper, ...]", *arguments: Any) -> Any:
-    node = kind.__new__(_wrapped_class(kind), *arguments)
+def _made_again(wrappers: "tuple[Wrapper, ...]", function: "Callable[..., Any]", *arguments: Any) -> Any:
+    node = function(*arguments)
     vars(node)["_wrappers"] = wrappers
+    node.__class__ = _wrapped_class(kind_of(node))
     return node

@@ -16,6 +16,7 @@ from ..datapipes.rank_zero import is_rank_zero, warn
 from .in_process import InProcessReadingService
 from .interface import ReadingServiceInterface
 from .multi_processing import MultiProcessingReadingService
+from .noted import ledgers_of
 from .seeds import SeedGenerator
 
 __all__ = ["service_for"]
@@ -69,7 +70,9 @@ def _tuned(datapipe: DataPipe, tune: Autotune) -> Settings:
 
 def _rate(datapipe: DataPipe, service: ReadingServiceInterface, seconds: float) -> float:
     """Items a second, of a copy of the graph, from its beginning, without the start of its processes."""
-    graph = datapipe if isinstance(datapipe, IndexedDataPipe) else copy.deepcopy(datapipe)
+    # what adapters note of it is no part of the run
+    own: dict[int, Any] = {id(book): type(book)(**book.settings()) for book in ledgers_of(datapipe)}
+    graph = copy.deepcopy(datapipe, own) if own or not isinstance(datapipe, IndexedDataPipe) else datapipe
     try:
         graph = service.initialize(graph)
         items = _endless(graph, service)

@@ -122,9 +122,7 @@ class DataLoader2(IndexedLoader):
                 self.datapipe = reset(self.datapipe)
             assert stream is not None
             service.agree(lambda: stream.standing(self.datapipe))
-            graph = self.datapipe
-            for adapter in self._worn:
-                graph = adapter(graph)
+            graph = self._dressed(self._worn)
             if self._worn:
                 self._look_for_ledgers(graph)
             self._items = service.iterate(graph)
@@ -227,8 +225,16 @@ class DataLoader2(IndexedLoader):
 
     def take_off(self, adapter: Adapter) -> None:
         """Takes it off again, also after the loader was shut down."""
-        worn = self._worn if self._run is None else self._run.worn
-        self._wear([other for other in worn if other is not adapter])
+        worn = list(self._worn if self._run is None else self._run.worn)
+        del worn[max(i for i, other in enumerate(worn) if other is adapter)]
+        self._wear(worn)
+
+    def _dressed(self, adapters: "list[Adapter]") -> DataPipe:
+        """The stream that runs with these on."""
+        graph = self.datapipe
+        for adapter in adapters:
+            graph = adapter(graph)
+        return graph
 
     def _wear(self, adapters: "list[Adapter]") -> None:
         if self._run is not None:
@@ -236,9 +242,13 @@ class DataLoader2(IndexedLoader):
             self._look_for_ledgers(self._run.graph)
             if not self._terminated:
                 self._remake_items()
-        elif self._terminated or not self._iterating:
+        elif self._terminated:
             self._worn = adapters
         else:
+            self._dressed(adapters)  # raises before anything is broken off
+            if not self._iterating:
+                self._worn = adapters
+                return
             assert self._stream is not None
             state = self._stream.state_dict(self._generator, self._seeded)
             self._generator, self._seeded = self._stream.load_state_dict(state)

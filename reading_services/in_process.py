@@ -1,5 +1,6 @@
 """The service that runs a graph in the main process, with a thread that reads ahead if asked for."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,9 +136,10 @@ class InProcessReadingService(CheckpointableReadingServiceInterface):
         return self._items
 
     def finalize_iteration(self) -> None:
-        for items in (self._items, self._ahead):
+        for items in (self._items, self._ahead, self._shard):
             if (close := getattr(items, "close", None)) is not None:
-                close()
+                with contextlib.suppress(ValueError):  # a thread is stuck in it
+                    close()
         self._ahead = None
 
     def checkpoint(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Processes as the system sees them: whose they are, whether they live, and mains that are run to be ended."""
+"""Processes and threads as the system sees them: whose they are, whether they live; mains that are run to be ended."""
 
 import contextlib
 import os
@@ -9,7 +9,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
+
+from tokenpipe.datapipes.items import ReadAhead
 
 MARK = "TOKENPIPE_TESTS_MARK"
 HERE = Path(__file__).resolve().parent
@@ -131,6 +134,17 @@ def switches(pid: int) -> int:
 def environment(mark: str = "") -> "dict[str, str]":
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", MARK: mark}
+
+
+def prefetching_threads() -> int:
+    """How many threads are inside a ReadAhead. One that has just let its reader go gets a second to return."""
+    deadline = time.monotonic() + 1.0
+    while True:
+        stacks = [[frame.f_code for frame, _ in walk_stack(top)] for top in sys._current_frames().values()]
+        count = sum(ReadAhead._run.__code__ in stack for stack in stacks)
+        if count == 0 or time.monotonic() > deadline:
+            return count
+        time.sleep(0.01)
 
 
 class Main:

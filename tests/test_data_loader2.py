@@ -3,10 +3,7 @@
 import copy
 import gc
 import random
-import sys
-import time
 from pathlib import Path
-from traceback import walk_stack
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.map import SequenceWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from processes import prefetching_threads
 from tokenpipe.adapters import Adapter, ResumeSkip
 from tokenpipe.datapipes import IndexedDataPipe, TokenFileWriter, TokenReader, Topology, read_tokens
 from tokenpipe.datapipes.errors import (
@@ -25,7 +23,6 @@ from tokenpipe.datapipes.errors import (
     LoaderShutdownError,
     LoaderWarning,
 )
-from tokenpipe.datapipes.items import ReadAhead
 from tokenpipe.reading_services import (
     DataLoader2,
     DataLoader2Iterator,
@@ -83,17 +80,6 @@ def tokens(items: Any, n: int = 10**9) -> list[list[list[int]]]:
 
 def loader_of(graph: Any, prefetch_cnt: int = 0, **settings: Any) -> DataLoader2:
     return DataLoader2(graph, reading_service=InProcessReadingService(prefetch_cnt, **settings))
-
-
-def prefetching_threads() -> int:
-    """How many threads are inside a ReadAhead. One that has just let its reader go gets a second to return."""
-    deadline = time.monotonic() + 1.0
-    while True:
-        stacks = [[frame.f_code for frame, _ in walk_stack(top)] for top in sys._current_frames().values()]
-        count = sum(ReadAhead._run.__code__ in stack for stack in stacks)
-        if count == 0 or time.monotonic() > deadline:
-            return count
-        time.sleep(0.01)
 
 
 # The example --------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What was measured: counts and seconds of each node, of this process and of its workers."""
 
 import os
+import threading
 from collections import deque
 from dataclasses import dataclass, fields
 from time import perf_counter
@@ -60,7 +61,10 @@ class Turns:
 
 @dataclass(frozen=True)
 class NodeProfile:
-    """What one node took, over all processes. All but `calls` is estimated from the calls that were timed."""
+    """What one node took, over all processes: estimates from the calls that were timed.
+
+    `calls` is what was counted, but of an indexed graph that gives quick items an estimate too.
+    """
 
     node: str
     calls: int
@@ -88,6 +92,7 @@ class ProfileBook(Ledger):
         self.loop: Any = None  # the loader's waits
         self.spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self.processes: dict[int, tuple[dict[str, Probe], Turns]] = {}  # of the others
+        self.clocks = threading.local()
         self._told = 0.0
         self._pid = os.getpid()
 

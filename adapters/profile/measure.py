@@ -1,7 +1,8 @@
 """The clocks around the nodes.
 
-Calls nest: what a node takes itself is what it takes less what the nodes below take within. Each thread has a `Clock`,
-in which a call that ends adds its time to what is "below" for the one around it, with the time that measuring took.
+Calls nest: what a node takes itself is what it takes less what the nodes below take within. Each thread has a `Clock`
+of each Profile, in which a call that ends adds its time to what is "below" for the one around it, with the time that
+measuring took.
 
 Quick items are timed now and then alone, so that measuring costs some hundredths of what is measured. An indexed graph
 then runs in turns: a stretch of items through the clocks, and a longer one through its twin without them, which gives
@@ -21,7 +22,7 @@ import torch
 from ...datapipes._torch import DataPipe, IterDataPipe, MapDataPipe
 from ...datapipes.core import IndexedDataPipe, Unpickled
 from ...datapipes.kernels import load_kernels
-from ...datapipes.wrapped import Wrapper
+from ...datapipes.wrapped import Wrapper, wrappers_of
 from ..around import taken_off
 from .book import GATHER, Probe, ProfileBook
 
@@ -29,6 +30,7 @@ __all__ = ["ProfileWrapper", "bytes_of", "samples_of"]
 
 COST = 5e-4  # s: items that take less are timed one in so many
 MOST_LEFT_OUT = 64
+ALL_TIMED = 16  # the first items of an iteration
 STRETCH, CHUNK = 256, 256  # items of an indexed graph that are timed together, and counted together where they are not
 MEASURING, SHARE = 12e-6, 0.015  # s that measuring an item takes, about, and what of all the time it may be
 LOOK_EVERY = 0.5  # s between two looks at what a node keeps
@@ -40,22 +42,27 @@ class Clock:
     def __init__(self) -> None:
         self.depth = 0
         self.off = False  # the item that is made is not timed
-        self.left = 0  # items until the next one is
-        self.passed = 0  # items since the last one was
         self.weight = 1  # so many items does the one that is timed stand for
-        self.seen = 0  # that were timed
         self.below = self.below_computing = 0.0  # s of calls that have ended within the one that runs
 
 
-_CLOCKS = threading.local()
+class Pace:
+    """Which items of one iteration are timed, where a thread's outermost node is one of a stream."""
 
+    def __init__(self) -> None:
+        self.left = 0  # items until the next one is
+        self.passed = 0  # items since the last one was
+        self.seen = 0  # that were timed
 
-def clock_of_thread() -> Clock:
-    try:
-        return _CLOCKS.clock
-    except AttributeError:
-        _CLOCKS.clock = Clock()
-        return _CLOCKS.clock
+    def weight(self) -> int:
+        """So many items does the one stand for that is timed now."""
+        weight, self.passed = 1 + self.passed, 0
+        return weight
+
+    def after(self, seconds: float) -> None:
+        """One was timed that took so long."""
+        self.seen += 1
+        self.left = min(int(COST / max(seconds, 1e-9)), MOST_LEFT_OUT, max(0, self.seen - ALL_TIMED) // 4)
 
 
 class ProfileWrapper(Wrapper):
@@ -85,13 +92,31 @@ class ProfileWrapper(Wrapper):
             probe = self._box_of_gather.value = self.ledger.probe(self.name + GATHER)
         return probe
 
-    def timed(self, clock: Clock, probe: Probe, node: DataPipe, function: "Callable[..., Any]", *arguments: Any) -> Any:
+    @property
+    def _clock(self) -> Clock:
+        """This thread's, of this Profile: several may be on one graph."""
+        clocks = self.ledger.clocks
+        try:
+            return clocks.own
+        except AttributeError:
+            clocks.own = Clock()
+            return clocks.own
+
+    def timed(
+        self,
+        clock: Clock,
+        probe: Probe,
+        node: DataPipe,
+        function: "Callable[..., Any]",
+        *arguments: Any,
+        pace: "Pace | None" = None,
+    ) -> Any:
         """What the function gives; the call counts."""
         entered = perf_counter()
         below, below_computing = clock.below, clock.below_computing
         clock.below = clock.below_computing = 0.0
         if not clock.depth:
-            clock.weight, clock.passed = 1 + clock.passed, 0
+            clock.weight = 1 if pace is None else pace.weight()
         clock.depth += 1
         weight = clock.weight
         began, computed = perf_counter(), thread_time()
@@ -109,9 +134,8 @@ class ProfileWrapper(Wrapper):
         probe.samples += weight * samples_of(item)
         probe.bytes += weight * bytes_of(item)
         self.ledger.spans.append((self.name, began, seconds, self.ledger._pid, threading.get_ident()))
-        if not clock.depth:
-            clock.seen += 1
-            clock.left = min(int(COST / max(seconds, 1e-9)), MOST_LEFT_OUT, clock.seen // 4)
+        if not clock.depth and pace is not None:
+            pace.after(seconds)
         if began - probe.looked > LOOK_EVERY:
             probe.looked = began
             probe.held = max(probe.held, held_by(node))
@@ -159,27 +183,30 @@ class ProfileWrapper(Wrapper):
                     twin = None
 
     def _without_clocks(self, node: IndexedDataPipe) -> Any:
-        """The same graph without any."""
+        """The same graph without any of this Profile's, and without what is around them: the items still go there."""
         if self._plain.value is None or self._plain.value[0] is not node:
-            self._plain.value = (node, taken_off(node, lambda wrapper: isinstance(wrapper, ProfileWrapper)))
+            around = wrappers_of(node)
+            outside = around[around.index(self) :]
+            self._plain.value = (
+                node,
+                taken_off(node, lambda w: w in outside or (isinstance(w, ProfileWrapper) and w.ledger is self.ledger)),
+            )
         return self._plain.value[1]
 
     def _all_timed(self, items: "Iterator[Any]", node: DataPipe) -> "Iterator[Any]":
-        probe, clock = self._probe, clock_of_thread()
+        probe, clock = self._probe, self._clock
         with contextlib.suppress(StopIteration):
             while True:
-                item = self.timed(clock, probe, node, items.__next__)
-                clock.left = 0
-                yield item
+                yield self.timed(clock, probe, node, items.__next__)
 
     def apply(self, node: DataPipe, function: "Callable[[Any], Any]", item: Any) -> Any:
         if self._pulled:  # then it is timed there
             return function(item)
-        return self.timed(clock_of_thread(), self._probe, node, function, item)
+        return self.timed(self._clock, self._probe, node, function, item)
 
     def items(self, node: DataPipe, begin: "Callable[[], Iterator[Any]]") -> "Iterator[Any]":
         self._pulled = True
-        probe, clock = self._probe, clock_of_thread()
+        probe, clock, pace = self._probe, self._clock, Pace()
         try:
             pull = (
                 self.timed(clock, Probe(), node, begin).__next__ if isinstance(node, IterDataPipe) else begin().__next__
@@ -188,11 +215,11 @@ class ProfileWrapper(Wrapper):
                 if clock.off:
                     item = pull()
                     probe.calls += 1
-                elif clock.depth or clock.left <= 0:
-                    item = self.timed(clock, probe, node, pull)
+                elif clock.depth or pace.left <= 0:
+                    item = self.timed(clock, probe, node, pull, pace=pace)
                 else:
-                    clock.left -= 1
-                    clock.passed += 1
+                    pace.left -= 1
+                    pace.passed += 1
                     clock.off = True
                     try:
                         item = pull()
@@ -204,17 +231,17 @@ class ProfileWrapper(Wrapper):
             return
 
     def fetch(self, node: IndexedDataPipe, fetch: "Callable[[Any], Any]", numbers: Any) -> Any:
-        clock = clock_of_thread()
+        clock = self._clock
         if clock.off:
             self._probe.calls += 1
             return fetch(numbers)
         return self.timed(clock, self._probe, node, fetch, numbers)
 
     def item(self, node: MapDataPipe, get: "Callable[[Any], Any]", index: Any) -> Any:
-        return self.timed(clock_of_thread(), self._probe, node, get, index)
+        return self.timed(self._clock, self._probe, node, get, index)
 
     def numbers(self, node: IndexedDataPipe, function: "Callable[..., Any]", *arguments: Any) -> Any:
-        clock = clock_of_thread()
+        clock = self._clock
         if clock.off and function.__name__ == "gathered":
             self._gather.calls += 1
             return function(*arguments)

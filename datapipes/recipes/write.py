@@ -8,6 +8,7 @@ from typing import Any
 from ..arguments import Unwritten, arguments_of, constructor_of
 from ..core import IndexedDataPipe
 from ..errors import ArgumentTypeError, RecipeError
+from ..wrapped import kind_of
 from .load import READ, VERSION, kinds
 from .text import dump
 
@@ -98,7 +99,7 @@ class _Writer:
         return self.step(node, arguments, {"sources": sources, **({"each": common} if common else {})})
 
     def step(self, node: IndexedDataPipe, given: "dict[str, Any]", forks: "dict[str, Any] | None" = None) -> Any:
-        kind = type(node)
+        kind = kind_of(node)
         name = self.kinds.get(kind)
         parameters = constructor_of(kind).parameters
         if any("Callable" in str(p.annotation) for p in parameters.values()):

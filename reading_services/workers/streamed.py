@@ -32,6 +32,7 @@ class _Graph:
     data = b""
     graph: DataPipe
     reset_fn: "Callable[..., DataPipe] | None" = None
+    shard: "StreamShard | None" = None
 
 
 class StreamedWork:
@@ -47,6 +48,8 @@ class StreamedWork:
 
     def begin(self, lines: Lines, worker: int) -> DataPipe:
         info = WorkerInfo(self._workers, worker)
+        if _Graph.shard is not None:
+            _Graph.shard.close()  # its nodes clean up before they begin again
         if _Graph.data != self._data:
             _Graph.data = b""
             graph, beside = from_bytes(self._data)
@@ -59,7 +62,7 @@ class StreamedWork:
         if _Graph.reset_fn is not None:
             graph = _Graph.graph = _Graph.reset_fn(graph, info, seeds)
         attach(lines, self._place["ended"])
-        shard = StreamShard(graph, self._place)
+        _Graph.shard = shard = StreamShard(graph, self._place)
         shard.catch_up(lines.still_beginning)
         self._items = shard.with_places()
         return graph
