@@ -579,7 +579,7 @@ STREAM_STEPS = {
     "sync": lambda dp: dp.fullsync(),
 }
 INDEXED_STEPS = {
-    "map": lambda dp: dp.map(same),
+    "map": lambda dp: dp.map(same, seeded=False),
     "permute": lambda dp: dp.permute(seed=3),
     "window": lambda dp: dp.permute(seed=3, window=5),
     "blend": lambda dp: dp.blend(source("b"), weights=[0.8, 0.2], name="c"),
