@@ -371,4 +371,4 @@ def with_counted(datapipe: DataPipe, chosen: "list[DataPipe]") -> "tuple[DataPip
         return node
 
     graph = mapped(datapipe, made)
-    return graph, [now[id(node)] for node in chosen]
+    return graph, chosen if graph is datapipe else [now[id(node)] for node in chosen]

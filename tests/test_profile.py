@@ -230,7 +230,7 @@ def test_a_slow_function_of_a_stream_is_found_with_what_mends_it(slow, waits, re
     assert "Slowest: map" in report
     assert ("mostly waiting" in report) == waits
     assert f"Placement({{'map': {remedy}(" in report
-    assert "MultiProcessingReadingService" in report
+    assert "so would worker processes" in report
     Placement({"map": {"Threads": Threads, "Processes": Processes}[remedy](2)})(graph)  # what it says can be done
 
 

@@ -18,7 +18,7 @@ def report(profile: "Profile") -> str:
     """The nodes from the last one down, their times, and a word on the slowest."""
     rows = profile.nodes
     if not any(row.calls for row in rows):
-        return "nothing was measured: no item came through the profiled graph"
+        return "nothing was measured: no item, or only the first, came through the profiled graph"
     whole = sum(row.own for row in rows) or 1.0
     head = "node", "share", "own s", "total s", "waits s", "ms/call", "longest ms", "calls", "samples", "MB", "keeps MB"
     lines = [head, *(_cells(row, whole) for row in rows)]
