@@ -6,7 +6,7 @@ around.py     how something is put around nodes, which keep what they are (datap
 resume.py     where a run goes on      journal.py    what changed while it ran
 bounds.py     its end, its masks       shuffle.py    its shuffling and seed    replace.py   other kinds of nodes
 tap.py        a look at what flows     profile/      where the time goes
-timeout.py    what takes too long      retry.py      what fails
+timeout.py    what takes too long      failing.py    what fails: retry.py, skip_errors.py
 ahead.py      threads and devices      placement.py  threads and processes for one node
 applied.py    one on a loader that runs              defaults.py  settings for this machine
 """
@@ -22,8 +22,9 @@ from .placement import Placement, Processes, Threads
 from .profile import NodeProfile, Profile
 from .replace import Replace
 from .resume import ResumeSkip
-from .retry import Retry, SkipErrors
+from .retry import Retry
 from .shuffle import Seed, Shuffle
+from .skip_errors import SkipErrors
 from .surgery import (
     find_dps,
     insert_after,

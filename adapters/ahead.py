@@ -15,9 +15,8 @@ from ..datapipes.errors import ArgumentTypeError, GraphError
 from ..datapipes.items import ReadAhead
 from ..datapipes.names import named_nodes, node_names
 from ..datapipes.wrapped import AheadWrapper, Wrapper
-from .around import as_chosen, put_around
+from .around import as_chosen, nodes_with_items, put_around
 from .base import Adapter
-from .tap import nodes_with_items
 
 __all__ = ["PinMemory", "Prefetch", "ToDevice", "pulled_nodes"]
 

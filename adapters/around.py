@@ -3,16 +3,26 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch.utils.data.datapipes.iter import Filter, Mapper
+
 from ..datapipes._torch import DataPipe, IterDataPipe, MapDataPipe
 from ..datapipes.core import IndexedDataPipe
 from ..datapipes.errors import ArgumentTypeError, GraphError
 from ..datapipes.gather import makes_items
-from ..datapipes.names import functional_name_of, inputs_of, named_nodes
+from ..datapipes.names import functional_name_of, inputs_of, named_nodes, node_names
 from ..datapipes.slice import TokenWindows
 from ..datapipes.wrapped import Wrapper, with_wrapper, without_wrapper, wrappers_of
 from .surgery import copied, is_made_from, map_graph, mapped
 
-__all__ = ["as_chosen", "chosen_nodes", "makers_above", "put_around", "taken_off"]
+__all__ = [
+    "as_chosen",
+    "chosen_nodes",
+    "gives_items",
+    "is_function",
+    "nodes_with_items",
+    "put_around",
+    "taken_off",
+]
 
 
 def as_chosen(nodes: Any) -> "tuple[Any, ...] | None":
@@ -53,18 +63,38 @@ def _meant(node: DataPipe, name: str, wanted: Any) -> bool:
     return isinstance(node, wanted) if isinstance(wanted, type) else is_made_from(node, wanted)
 
 
-def makers_above(datapipe: DataPipe, node: DataPipe) -> "list[DataPipe]":
+def _makers_above(datapipe: DataPipe, node: DataPipe) -> "list[DataPipe]":
     """Where the items that a node of an indexed graph re-orders are first made: itself, if it makes items."""
     if not isinstance(node, IndexedDataPipe) or gives_items(node):
         return [node]
     above = [parent for parent, _ in named_nodes(datapipe) if any(child is node for child in inputs_of(parent))]
-    found = {id(maker): maker for parent in above for maker in makers_above(datapipe, parent)}
+    found = {id(maker): maker for parent in above for maker in _makers_above(datapipe, parent)}
     return list(found.values()) or [node]  # the last node of the graph is asked for items, whatever it does
 
 
 def gives_items(node: IndexedDataPipe) -> bool:
     """Whether a node makes items, rather than re-ordering its inputs' or naming windows that one gather copies."""
     return makes_items(node) and not isinstance(node, TokenWindows)
+
+
+def nodes_with_items(datapipe: DataPipe, nodes: "tuple[Any, ...] | None", what: str) -> "list[DataPipe]":
+    """The nodes that are meant, each of which gives items. Raises GraphError; `what` is for its message."""
+    if nodes is None:
+        return [datapipe]
+    names = node_names(datapipe)
+    for node in (chosen := chosen_nodes(datapipe, nodes)):
+        makers = _makers_above(datapipe, node)
+        if makers != [node]:
+            raise GraphError(
+                f"{names[id(node)]} only re-orders numbers, so no item of it can be {what}; items are first made by "
+                + ", ".join(names[id(maker)] for maker in makers)
+            )
+    return chosen
+
+
+def is_function(node: DataPipe) -> bool:
+    """Whether a stream's node is a function of each of its items."""
+    return isinstance(node, (Mapper, Filter))
 
 
 def put_around(

@@ -14,8 +14,8 @@ from ..datapipes.errors import ArgumentTypeError, ConfigurationError
 from ..datapipes.names import named_nodes
 from ..datapipes.rank_zero import is_rank_zero
 from .ahead import PinMemory
+from .around import is_function
 from .base import Adapter
-from .retry import is_function
 
 __all__ = ["Autotune", "Defaults", "Settings", "cores"]
 

@@ -29,11 +29,9 @@ from ..datapipes.lifeline import PassedDescriptor, end_with
 from ..datapipes.names import named_nodes, node_names
 from ..datapipes.notes import become_worker, deliver_notes, take_item_notes, take_notes
 from ..datapipes.wrapped import AheadWrapper, as_kind, kind_of, wrappers_of
-from .around import chosen_nodes, gives_items, put_around
+from .around import chosen_nodes, gives_items, is_function, nodes_with_items, put_around
 from .base import Adapter
-from .retry import is_function
 from .surgery import copied
-from .tap import nodes_with_items
 
 __all__ = ["Placement", "Processes", "Threads"]
 

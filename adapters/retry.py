@@ -1,4 +1,4 @@
-"""Nodes that may fail now and then: tried again, or done without."""
+"""Nodes that may fail now and then: tried again."""
 
 import contextlib
 import random
@@ -6,23 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data.datapipes.iter import Filter, Mapper
-
 from ..datapipes._torch import DataPipe, MapDataPipe
-from ..datapipes.batch import batcher_of
 from ..datapipes.core import IndexedDataPipe, as_count
-from ..datapipes.errors import ArgumentTypeError, ConfigurationError, GraphError, NodeTimeoutError
+from ..datapipes.errors import ConfigurationError, NodeTimeoutError
 from ..datapipes.names import named_nodes, node_names
 from ..datapipes.notes import Ledger
-from ..datapipes.salvage import SkipLedger
-from ..datapipes.streaming.shard import COUNTED, has_state, nodes_without_state
-from ..datapipes.wrapped import AheadWrapper, Wrapper, as_kind, kind_of, wrappers_of
-from .around import as_chosen, chosen_nodes, put_around
+from ..datapipes.streaming.shard import has_state
+from ..datapipes.wrapped import Wrapper
+from .around import as_chosen, is_function, nodes_with_items, put_around
 from .base import Adapter
-from .surgery import copied, mapped, rewired
-from .tap import nodes_with_items
+from .failing import as_exceptions, check_not_ahead, failing_nodes, with_counted
 
-__all__ = ["Retry", "SkipErrors"]
+__all__ = ["Retry"]
 
 LONGEST_WAIT = 30.0  # s between two tries
 
@@ -118,7 +113,7 @@ class RetryWrapper(Wrapper):
         if is_function(node):
             yield from begin()
             return
-        _check_not_ahead(node, self.name)
+        check_not_ahead(node, self.name)
         places, items, tried = _Places(node), None, 1
         while True:
             try:
@@ -193,182 +188,7 @@ class Retry(Adapter):
         if isinstance(datapipe, IndexedDataPipe):
             chosen = nodes_with_items(datapipe, self.nodes, "tried again")
         else:
-            chosen = _failing_nodes(datapipe, self.nodes, "tried again", topmost=True)
+            chosen = failing_nodes(datapipe, self.nodes, "tried again", topmost=True)
             datapipe, chosen = with_counted(datapipe, chosen)
         names = node_names(datapipe)
         return put_around(datapipe, chosen, lambda node: RetryWrapper(self, names[id(node)]))
-
-
-class _SKIPPED:
-    """Stands for an item that was left out: a class, so that it is itself in every process."""
-
-
-class SkipWrapper(Wrapper):
-    """Does without what raised."""
-
-    kind = "skip_errors"
-
-    def __init__(self, exceptions: "tuple[type[Exception], ...]", name: str, ledger: SkipLedger) -> None:
-        self.exceptions, self.name, self.ledger = exceptions, name, ledger
-
-    @property
-    def label(self) -> str:
-        return f"skip up to {self.ledger.budget} errors"
-
-    def apply(self, node: DataPipe, function: "Callable[[Any], Any]", item: Any) -> Any:
-        try:
-            return function(item)
-        except self.exceptions as error:
-            self.ledger.skip(self.name, None, error)
-            return (False, item) if isinstance(node, Filter) else _SKIPPED
-
-    def stream(self, node: DataPipe, begin: "Callable[[], Iterator[Any]]") -> "Iterator[Any]":
-        if is_function(node):
-            yield from (item for item in begin() if item is not _SKIPPED)
-            return
-        _check_not_ahead(node, self.name)
-        stateful: list[Any] = [below for below, _ in named_nodes(node) if has_state(below)]
-        while True:
-            try:
-                yield from begin()
-                return
-            except NodeTimeoutError:
-                raise
-            except self.exceptions as error:
-                self.ledger.skip(self.name, None, error)
-                for below in stateful:  # go on behind what was taken last
-                    below.load_state_dict(below.state_dict())
-
-
-class SkipErrors(Adapter):
-    """Does without what raises, so often and no oftener; each time is counted, and part of the loader's state.
-
-    In an indexed graph the samples keep their places, or the ranks would no longer take the same steps: a sample that
-    cannot be made is a row of zeros in its batch, with every label masked. In a stream the item is left out.
-
-    Args:
-        budget: how many samples (of a stream: items) of the run, on this rank; one more is a SkipBudgetError.
-        exceptions: which; a class or several.
-        nodes: of a stream, names, classes or nodes; left out, all that can.
-
-    `skipped` says which. Raises GraphError where nothing can be left out, with the reason.
-    """
-
-    keeps_items = True
-
-    def __init__(
-        self,
-        budget: int,
-        exceptions: "type[Exception] | tuple[type[Exception], ...]" = Exception,
-        nodes: Any = None,
-    ) -> None:
-        self.budget, self.exceptions = as_count("budget", budget, 0), as_exceptions(exceptions)
-        self.nodes = as_chosen(nodes)
-        self.ledger = SkipLedger(budget=self.budget)
-
-    @property
-    def count(self) -> int:
-        return self.ledger.count
-
-    @property
-    def skipped(self) -> "list[tuple[str, int | None, str]]":
-        """(node, sample number, what was raised) of each, the first 1,000; in a stream the number is None."""
-        return list(self.ledger.skipped)
-
-    def __call__(self, datapipe: DataPipe) -> DataPipe:
-        if isinstance(datapipe, IndexedDataPipe):
-            batcher = batcher_of(datapipe)
-            if batcher is None:
-                raise GraphError(
-                    f"{type(datapipe).__name__} gives samples, and none may be left out of their order; with "
-                    "batch_samples above, a sample that cannot be made is a masked row"
-                )
-            if self.nodes is not None and chosen_nodes(datapipe, self.nodes) != [batcher]:
-                raise GraphError("an indexed graph leaves out samples where they are batched: nodes='batch_samples'")
-            return rewired(datapipe, {id(batcher): batcher.skipping_errors(self.exceptions, self.ledger)})
-        chosen = _failing_nodes(datapipe, self.nodes, "left out", topmost=False)
-        datapipe, chosen = with_counted(datapipe, chosen)
-        names = node_names(datapipe)
-        return put_around(datapipe, chosen, lambda node: SkipWrapper(self.exceptions, names[id(node)], self.ledger))
-
-
-def as_exceptions(value: Any) -> "tuple[type[Exception], ...]":
-    """Classes of exceptions, one or several. Raises ArgumentTypeError."""
-    given = value if isinstance(value, tuple) else (value,)
-    if not given or not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in given):
-        raise ArgumentTypeError(f"exceptions must be a class of exceptions, or a tuple of some, got {value!r:.80}")
-    return given
-
-
-def is_function(node: DataPipe) -> bool:
-    """Whether a stream's node is a function of each of its items."""
-    return isinstance(node, (Mapper, Filter))
-
-
-def _failing_nodes(datapipe: DataPipe, nodes: "tuple[Any, ...] | None", what: str, topmost: bool) -> "list[DataPipe]":
-    """The nodes of a stream that an exception is caught at. Raises GraphError for a chosen one that cannot go on.
-
-    Args:
-        topmost: of nodes that go back together, the last one alone (what goes on catches it where it is raised).
-    """
-    names = node_names(datapipe)
-    found: list[DataPipe] = []
-    covered: set[int] = set()
-    every = nodes is None
-    for node in (n for n, _ in named_nodes(datapipe)) if nodes is None else chosen_nodes(datapipe, nodes):
-        if is_function(node):
-            found.append(node)
-        elif isinstance(node, MapDataPipe):
-            if topmost:
-                found.append(node)
-            elif not every:
-                raise GraphError(
-                    f"no item of {names[id(node)]} can be {what}: it is asked by index, and has to have each"
-                )
-        elif why := _cannot_go_on(node, names):
-            if not every:
-                raise GraphError(f"no item of {names[id(node)]} can be {what}: {why}")
-        elif not (topmost and every and id(node) in covered):
-            found.append(node)
-            covered |= {id(below) for below, _ in named_nodes(node)}
-    if not found:
-        raise GraphError(f"no item of this graph can be {what}: " + _cannot_go_on(datapipe, names))
-    return found
-
-
-def _check_not_ahead(node: DataPipe, name: str) -> None:
-    """Raises GraphError where something that was put on later takes items ahead, below a node that goes back."""
-    names = node_names(node)
-    for below, _ in named_nodes(node):
-        if below is not node and any(isinstance(w, AheadWrapper) and w.takes_ahead for w in wrappers_of(below)):
-            raise GraphError(
-                f"{name} goes back where it fails, and {names[id(below)]} below it takes items ahead; "
-                f"with nodes= that names {names[id(below)]}, or functions such as maps alone, it would do"
-            )
-
-
-def _cannot_go_on(node: DataPipe, names: "dict[int, str]") -> str:
-    """Why a node cannot begin again in the middle; empty: it can."""
-    below = {id(n): n for n, _ in named_nodes(node)}
-    if any(isinstance(w, AheadWrapper) for n in below.values() for w in wrappers_of(n)):
-        return "a thread takes items from below ahead; Prefetch can be put on after this"
-    if without := nodes_without_state(node):
-        local = {name: key for key, name in node_names(node).items()}
-        return f"{names[local[without[0]]]} has no state to go back to; a function, as map's, can be called again"
-    return ""
-
-
-def with_counted(datapipe: DataPipe, chosen: "list[DataPipe]") -> "tuple[DataPipe, list[DataPipe]]":
-    """The graph whose nodes of torch's that count items do so by themselves, and the chosen nodes in it."""
-    below = {id(n) for node in chosen if not is_function(node) for n, _ in named_nodes(node)}
-    now: dict[int, DataPipe] = {}
-
-    def made(node: Any, original: DataPipe) -> DataPipe:
-        if id(original) in below and kind_of(node) in COUNTED:
-            node = copied(node)
-            as_kind(node, COUNTED[kind_of(node)])
-        now[id(original)] = node
-        return node
-
-    graph = mapped(datapipe, made)
-    return graph, chosen if graph is datapipe else [now[id(node)] for node in chosen]

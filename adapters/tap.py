@@ -9,13 +9,13 @@ import torch
 
 from ..datapipes._torch import DataPipe, MapDataPipe
 from ..datapipes.core import IndexedDataPipe, as_count
-from ..datapipes.errors import ArgumentTypeError, GraphError
+from ..datapipes.errors import ArgumentTypeError
 from ..datapipes.names import named_nodes, node_names
 from ..datapipes.wrapped import Wrapper
-from .around import as_chosen, chosen_nodes, gives_items, makers_above, put_around
+from .around import as_chosen, gives_items, nodes_with_items, put_around
 from .base import Adapter
 
-__all__ = ["Tap", "Trace", "described", "nodes_with_items"]
+__all__ = ["Tap", "Trace", "described"]
 
 
 class TapWrapper(Wrapper):
@@ -123,18 +123,3 @@ def described(item: Any, depth: int = 0) -> str:
         name = type(item).__name__
         return f"[{inside}{more}]" if name == "list" else f"{'' if name == 'tuple' else name}({inside}{more})"
     return f"{item!r:.60}"
-
-
-def nodes_with_items(datapipe: DataPipe, nodes: "tuple[Any, ...] | None", what: str) -> "list[DataPipe]":
-    """The nodes that are meant, each of which gives items. Raises GraphError; `what` is for its message."""
-    if nodes is None:
-        return [datapipe]
-    names = node_names(datapipe)
-    for node in (chosen := chosen_nodes(datapipe, nodes)):
-        makers = makers_above(datapipe, node)
-        if makers != [node]:
-            raise GraphError(
-                f"{names[id(node)]} only re-orders numbers, so no item of it can be {what}; items are first made by "
-                + ", ".join(names[id(maker)] for maker in makers)
-            )
-    return chosen

@@ -12,10 +12,9 @@ from ..datapipes.core import IndexedDataPipe, Unpickled
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError, NodeTimeoutError
 from ..datapipes.names import Way, named_nodes, node_names, ways, where_in_frames
 from ..datapipes.wrapped import Wrapper
-from .around import as_chosen, put_around
+from .around import as_chosen, nodes_with_items, put_around
 from .base import Adapter
 from .surgery import copied, mapped
-from .tap import nodes_with_items
 
 __all__ = ["CacheTimeout", "Timeout", "TimeoutWrapper"]
 

@@ -8,9 +8,8 @@ from ...datapipes.atomic import replacing
 from ...datapipes.core import IndexedDataPipe
 from ...datapipes.errors import LoaderError
 from ...datapipes.names import named_nodes, node_names
-from ..around import gives_items, put_around
+from ..around import gives_items, is_function, put_around
 from ..base import Adapter
-from ..retry import is_function
 from .book import GATHER, NodeProfile, Probe, ProfileBook
 from .measure import ProfileWrapper
 from .report import remedy, report, trace_events
