@@ -135,7 +135,7 @@ def end_with_parent(life: Any) -> None:
     """The first thing in a process of Placement's."""
     import torch
 
-    end_with(life.number)
+    end_with(life.number, shared=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the main process's
     become_worker()
     torch.set_num_threads(1)

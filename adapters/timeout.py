@@ -19,6 +19,9 @@ from .surgery import copied, mapped
 __all__ = ["CacheTimeout", "Timeout", "TimeoutWrapper"]
 
 
+MOMENT = 0.05  # s
+
+
 class _Helper:
     """A thread that makes calls for another one, which waits no longer than it wants to.
 
@@ -51,7 +54,8 @@ class _Helper:
         """What the function gives or raises. Raises TimeoutError; then this thread is lost."""
         self._function, self.busy = function, True
         self._asked.release()
-        if not self._done.acquire(timeout=seconds):
+        # a moment more: where a node below has the same time, that one is to say so
+        if not self._done.acquire(timeout=seconds) and not self._done.acquire(timeout=MOMENT):
             raise TimeoutError
         self.busy = False
         (well, value), self._found = self._found, (True, None)

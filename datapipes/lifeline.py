@@ -30,16 +30,22 @@ def _received(duplicate: Any) -> PassedDescriptor:
     return PassedDescriptor(duplicate.detach())
 
 
-def end_with(life: int) -> None:
-    """SIGKILL to this process when the pipe's other end is closed: by the kernel, whatever runs here."""
+def end_with(life: int, shared: bool = False) -> None:
+    """SIGKILL to this process when the pipe's other end is closed: by the kernel, whatever runs here.
+
+    Args:
+        shared: other processes have been passed the same end. Whom the kernel tells belongs to what was opened, not to
+            the descriptor, so this process opens the pipe once more, for itself.
+    """
     import fcntl
 
     try:
-        fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(life, _F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+        own = os.open(f"/proc/self/fd/{life}", os.O_RDONLY | os.O_NONBLOCK) if shared else life
+        fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
     except OSError as error:  # not on this system: the side line's thread ends the process then
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTTY):
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.ENOENT):
             raise
     poll = select.poll()
     poll.register(life, 0)

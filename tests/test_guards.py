@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:worker process . was stuck"),
 ]
 
-SOON = 0.4  # s, for what is stuck for ever
+SOON = 0.5  # s, for what is stuck for ever
 LATE = 60.0  # s, for what is not
 
 
