@@ -4,6 +4,7 @@ import _thread
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from ..datapipes import deadline
@@ -19,7 +20,7 @@ from .surgery import copied, mapped
 __all__ = ["CacheTimeout", "Timeout", "TimeoutWrapper"]
 
 
-MOMENT = 0.05  # s
+MOMENT = 1.0  # s that an error, which is on its way, may take
 
 
 class _Helper:
@@ -54,8 +55,11 @@ class _Helper:
         """What the function gives or raises. Raises TimeoutError; then this thread is lost."""
         self._function, self.busy = function, True
         self._asked.release()
-        # a moment more: where a node below has the same time, that one is to say so
-        if not self._done.acquire(timeout=seconds) and not self._done.acquire(timeout=MOMENT):
+        return self.wait(seconds)
+
+    def wait(self, seconds: float) -> Any:
+        """Waits (longer) for what was asked for. Raises TimeoutError."""
+        if not self._done.acquire(timeout=seconds):
             raise TimeoutError
         self.busy = False
         (well, value), self._found = self._found, (True, None)
@@ -98,13 +102,27 @@ class TimeoutWrapper(Wrapper):
                 raise
             frames = sys._current_frames()
             frame = frames.get(helper.thread)
-            while frame is not None and frame.f_code is _Helper.call.__code__:  # a node below has a time of its own
+            if frame is None or frame.f_code is _Helper._run.__code__ or self._one_below_is_to_say(frame):
+                try:
+                    return helper.wait(MOMENT)
+                except TimeoutError:
+                    if not helper.busy:
+                        raise
+            while frame is not None and frame.f_code is _Helper.wait.__code__:  # a node below has a time of its own
                 frame = frames.get(frame.f_locals["self"].thread)
             inner, stack = where_in_frames(frame, node_names(node, self._way))
             where = f" It is in node {inner}." if inner and inner != self.name else ""
             raise NodeTimeoutError(
                 f"{self.name} has not given an item within {self.seconds:g} s.{where} It is here:\n{stack}"
             ) from None
+
+    def _one_below_is_to_say(self, frame: "FrameType | None") -> bool:
+        """Whether a node below has no more time, and so will say itself that it is stuck."""
+        while frame is not None:
+            if frame.f_code is TimeoutWrapper._in_time.__code__ and frame.f_locals["self"].seconds <= self.seconds:
+                return True
+            frame = frame.f_back
+        return False
 
     def items(self, node: DataPipe, begin: "Callable[[], Iterator[Any]]") -> "Iterator[Any]":
         items = self._in_time(node, begin)
