@@ -164,7 +164,12 @@ def check_the_law(folder: Any, name: str, worn: "list[str]", service: str, at: "
         return putting(make(), worn)[0]
 
     items, places = delivered(make(), service)
-    found, found_places = delivered(dressed(), service)
+    try:
+        found, found_places = delivered(dressed(), service)
+    except GraphError as error:
+        if "goes back where it fails" not in str(error):  # Retry, SkipErrors over what takes items ahead: refused, said
+            raise
+        return
     assert all_same(found, items)
     assert found_places == places, "each state, too"
     for k in {min(k, len(items)) for k in at}:
