@@ -9,16 +9,16 @@ from torch.utils._pytree import tree_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from ..datapipes._torch import DataPipe, MapDataPipe
-from ..datapipes.combine import Mapper
+from ..datapipes.combine import seeded_map
 from ..datapipes.core import IndexedDataPipe, as_count
 from ..datapipes.errors import ArgumentTypeError, GraphError
 from ..datapipes.items import ReadAhead
-from ..datapipes.names import named_nodes, node_names
+from ..datapipes.names import node_names
 from ..datapipes.wrapped import AheadWrapper, Wrapper
 from .around import as_chosen, nodes_with_items, put_around
 from .base import Adapter
 
-__all__ = ["PinMemory", "Prefetch", "ToDevice", "pulled_nodes"]
+__all__ = ["PinMemory", "Prefetch", "ToDevice"]
 
 
 class PrefetchWrapper(AheadWrapper):
@@ -65,19 +65,18 @@ class Prefetch(Adapter):
         self.depth, self.nodes = as_count("depth", depth), as_chosen(nodes)
 
     def __call__(self, datapipe: DataPipe) -> DataPipe:
-        chosen = pulled_nodes(datapipe, self.nodes, "made ahead")
+        chosen = _pulled_nodes(datapipe, self.nodes, "made ahead")
         names = node_names(datapipe)
         for node in chosen:
-            for below, _ in named_nodes(node):
-                if isinstance(below, Mapper) and below.seeded:
-                    raise GraphError(
-                        f"{names[id(below)]} seeds the process's random generators for each item, which a thread may "
-                        "not do beside the training loop; map(fn, seeded=False) would do"
-                    )
+            if (seeded := seeded_map(node)) is not None:
+                raise GraphError(
+                    f"{names[id(seeded)]} seeds the process's random generators for each item, which a thread may "
+                    "not do beside the training loop; map(fn, seeded=False) would do"
+                )
         return put_around(datapipe, chosen, lambda node: PrefetchWrapper(self.depth))
 
 
-def pulled_nodes(datapipe: DataPipe, nodes: "tuple[Any, ...] | None", what: str) -> "list[DataPipe]":
+def _pulled_nodes(datapipe: DataPipe, nodes: "tuple[Any, ...] | None", what: str) -> "list[DataPipe]":
     """The nodes that are meant, whose items are asked for one after the other. Raises GraphError."""
     chosen = nodes_with_items(datapipe, nodes, what)
     names = node_names(datapipe)

@@ -74,8 +74,7 @@ class Limit(Adapter):
             near = [(steps.start(s) - first) // batcher.unit for s in (step, step + 1)]
             raise BatchSizeError(
                 f"{self.count} batches end inside step {step}; "
-                f"{' or '.join(str(n) for n in near if n > 0)} are "
-                "whole steps"
+                f"{' or '.join(str(n) for n in near if n > 0)} are whole steps"
             )
         return end - first
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ..datapipes._torch import DataPipe, IterDataPipe
-from ..datapipes.combine import Mapper
+from ..datapipes.combine import Mapper, seeded_map
 from ..datapipes.core import IndexedDataPipe
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError
-from ..datapipes.names import named_nodes
+from ..datapipes.names import named_nodes, node_names
 from ..datapipes.rank_zero import is_rank_zero
 from .ahead import PinMemory
 from .around import is_function
@@ -94,9 +94,11 @@ def _workers_for(datapipe: DataPipe, available: int) -> "tuple[int, str]":
 def _prefetch_for(datapipe: DataPipe, workers: int) -> "tuple[int, str]":
     if workers:
         return 0, "the workers make items ahead"
-    seeded = [name for node, name in named_nodes(datapipe) if isinstance(node, Mapper) and node.seeded]
-    if seeded:
-        return 0, f"{seeded[0]} seeds the random generators, which no thread may do beside the loop"
+    if (seeded := seeded_map(datapipe)) is not None:
+        return (
+            0,
+            f"{node_names(datapipe)[id(seeded)]} seeds the random generators, which no thread may do beside the loop",
+        )
     if isinstance(datapipe, IterDataPipe) and _functions(datapipe):
         return 2, "one thread works while the loop does"
     return 0, "for token files in the page cache a thread costs more than it gains"

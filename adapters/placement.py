@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data.datapipes.iter import Filter
 
 from ..datapipes._torch import DataPipe, IterDataPipe
-from ..datapipes.combine import Mapper
+from ..datapipes.combine import seeded_map
 from ..datapipes.core import IndexedDataPipe, Unpickled, as_count
 from ..datapipes.errors import ArgumentTypeError, GraphError, WorkerError
 from ..datapipes.gather import stacked
@@ -382,9 +382,9 @@ def _cannot_be_placed(node: DataPipe, names: "dict[int, str]") -> str:
     if isinstance(node, IndexedDataPipe):
         if not gives_items(node):
             return "it gives no items of its own"
-        for below, _ in named_nodes(node):
-            if isinstance(below, Mapper) and below.seeded:
-                return f"{names[id(below)]} seeds the process's random generators; map(fn, seeded=False) would do"
+        seeded = seeded_map(node)
+        if seeded is not None:
+            return f"{names[id(seeded)]} seeds the process's random generators; map(fn, seeded=False) would do"
         return ""
     if not isinstance(node, IterDataPipe) or not is_function(node):
         return "it is no function of each of its items; Prefetch lets one thread run it, and what is below"

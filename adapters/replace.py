@@ -49,16 +49,14 @@ class Replace(Adapter):
                 raise GraphError(f"{names[id(original)]}: {error}") from None
             if not isinstance(made, (IterDataPipe, MapDataPipe)):
                 raise ArgumentTypeError(f"for {names[id(original)]}, {new!r} gave no datapipe but {made!r:.80}")
-            for wrapper in wrappers_of(node) if not wrappers_of(made) else ():
-                with_wrapper(made, wrapper)
-            return made
+            return made if wrappers_of(made) else around_as(made, node)
 
         return mapped(datapipe, replaced)
 
 
 def built_like(node: DataPipe, kind: type, **changes: Any) -> Any:
     """A node of this class over the same inputs, built with the arguments of another one, some of them changed. It
-    still answers to that one.
+    still answers to that one, and has what is around it.
 
     Raises GraphError for an argument that is not known, or that the class does not take.
     """
@@ -95,7 +93,14 @@ def built_like(node: DataPipe, kind: type, **changes: Any) -> Any:
     unused = {name for name, value in given.items() if not _is_default(node, name, value)}
     if unused:
         raise GraphError(f"{kind.__name__} has no place for {', '.join(sorted(unused))} of {type(node).__name__}")
-    return made_from(kind(*args, **kwargs), node)
+    return around_as(made_from(kind(*args, **kwargs), node), node)
+
+
+def around_as(made: DataPipe, node: DataPipe) -> DataPipe:
+    """A node that was made in another's place, with what is around that one."""
+    for wrapper in wrappers_of(node):
+        with_wrapper(made, wrapper)
+    return made
 
 
 _OTHERWISE: "dict[type, dict[str, Callable[[Any], Any]]]" = {

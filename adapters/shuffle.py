@@ -11,7 +11,7 @@ from ..datapipes.permute import Permuter
 from ..datapipes.rank_zero import warn
 from ..datapipes.read import TokenSpace
 from ..datapipes.slice import TokenWindows
-from ..datapipes.wrapped import Wrapper, kind_of, with_wrapper, wrappers_of
+from ..datapipes.wrapped import Wrapper, kind_of
 from .around import put_around
 from .base import Adapter
 from .replace import built_like
@@ -125,8 +125,6 @@ class Seed(Adapter):
                 made = built_like(node, kind_of(node), seed=self.seed)
             except (GraphError, TypeError, ValueError) as error:
                 raise GraphError(f"{names[id(original)]} cannot be given another seed: {error}") from error
-            for wrapper in wrappers_of(node):
-                with_wrapper(made, wrapper)
             return made
 
         return mapped(datapipe, seeded)

@@ -11,14 +11,13 @@ from ..datapipes import deadline
 from ..datapipes._torch import DataPipe, MapDataPipe
 from ..datapipes.core import IndexedDataPipe, Unpickled
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError, NodeTimeoutError
-from ..datapipes.names import Way, named_nodes, node_names, ways, where_in_frames
+from ..datapipes.names import Way, node_names, ways, where_in_frames
 from ..datapipes.wrapped import Wrapper
 from .around import as_chosen, nodes_with_items, put_around
 from .base import Adapter
 from .surgery import copied, mapped
 
 __all__ = ["CacheTimeout", "Timeout", "TimeoutWrapper"]
-
 
 MOMENT = 1.0  # s that an error, which is on its way, may take
 
@@ -196,11 +195,7 @@ class CacheTimeout(Adapter):
             made.set_timeout(self.timeout)
             return made
 
-        return mapped(datapipe, set_timeout) if any(_waits(node) for node, _ in named_nodes(datapipe)) else datapipe
-
-
-def _waits(node: DataPipe) -> bool:
-    return callable(getattr(type(node), "set_timeout", None))
+        return mapped(datapipe, set_timeout)
 
 
 def _as_seconds(name: str, value: Any) -> float:

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._torch import functional_datapipe
+from ._torch import DataPipe, functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s
 from .errors import ArgumentTypeError, ConfigurationError
 from .gather import stacked
+from .names import named_nodes
 from .permute import derive_key
 
-__all__ = ["Concater", "Mapper", "Zipper"]
+__all__ = ["Concater", "Mapper", "Zipper", "seeded_map"]
 
 
 @contextlib.contextmanager
@@ -89,6 +90,13 @@ class Mapper(IndexedDataPipe):
             depth += isinstance(node, Mapper)
             node = node.datapipe
         return depth
+
+
+def seeded_map(datapipe: DataPipe) -> "Mapper | None":
+    """The first map of a graph, from its last node down, that seeds the process's random generators: no thread may run
+    it beside the training loop, whose generators they are.
+    """
+    return next((node for node, _ in named_nodes(datapipe) if isinstance(node, Mapper) and node.seeded), None)
 
 
 @functional_datapipe("zip_items")

@@ -190,9 +190,8 @@ def _wrapped_class(kind: type) -> type:
 def _methods(kind: type) -> "dict[str, Any]":
     if issubclass(kind, IndexedDataPipe):
         found = {"iterate": _iterating(kind)}
-        if (
-            kind.fetch is not IndexedDataPipe.fetch
-        ):  # else the node only re-orders: it must not look as if it made items
+        # one that only re-orders must not look as if it made items
+        if kind.fetch is not IndexedDataPipe.fetch:
             found["fetch"] = _fetching(kind)
         return found | {name: _numbering(kind, name) for name in BY_NUMBERS if hasattr(kind, name)}
     if issubclass(kind, IterDataPipe):

@@ -8,7 +8,7 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from ..adapters.surgery import same_graph, traverse_dps
 from ..datapipes._torch import DataPipe, apply_sharding
-from ..datapipes.combine import Mapper
+from ..datapipes.combine import seeded_map
 from ..datapipes.core import IndexedDataPipe, as_count
 from ..datapipes.errors import ArgumentTypeError, ConfigurationError, LoaderError, StateError
 from ..datapipes.full_sync import FullSync
@@ -90,14 +90,12 @@ class InProcessReadingService(CheckpointableReadingServiceInterface):
         return datapipe
 
     def _check_prefetch(self, node: IndexedDataPipe) -> None:
-        if self.prefetch_cnt and isinstance(node, Mapper) and node.seeded:
+        if self.prefetch_cnt and (seeded := seeded_map(node)) is not None:
             raise ConfigurationError(
-                f"map({node.settings['fn']}) seeds the process's random generators for each item, which a "
+                f"map({seeded.settings['fn']}) seeds the process's random generators for each item, which a "
                 "prefetching thread may not do beside the training loop; map(fn, seeded=False) or prefetch_cnt=0 "
                 "would do"
             )
-        for child in node.children:
-            self._check_prefetch(child)
 
     def initialize_iteration(
         self,

@@ -8,7 +8,7 @@ from ...datapipes.atomic import replacing
 from ...datapipes.core import IndexedDataPipe
 from ...datapipes.errors import LoaderError
 from ...datapipes.names import named_nodes, node_names
-from ..around import gives_items, is_function, put_around
+from ..around import is_function, put_around
 from ..base import Adapter
 from .book import GATHER, NodeProfile, Probe, ProfileBook
 from .measure import ProfileWrapper
@@ -38,7 +38,7 @@ class Profile(Adapter):
     def __init__(self) -> None:
         self.ledger = ProfileBook()
         self.graph: DataPipe | None = None
-        self.kinds: dict[str, str] = {}  # {node: "function" of each item, "order" of numbers, or ""}
+        self.functions: set[str] = set()  # nodes that are functions of each item
         self._below: dict[str, list[str]] = {}  # {node: itself and all nodes below}
 
     def __call__(self, datapipe: DataPipe) -> DataPipe:
@@ -51,10 +51,11 @@ class Profile(Adapter):
             ),
             innermost=True,
         )
-        self.kinds, self._below = {}, {}
+        self.functions, self._below = set(), {}
         gathers = {id(node) for node, _ in named_nodes(datapipe) if hasattr(type(node), "gathered")}
         for node, name in named_nodes(datapipe):
-            self.kinds[name] = "function" if is_function(node) or hasattr(node, "fn") else _order(node)
+            if is_function(node) or hasattr(node, "fn"):
+                self.functions.add(name)
             below = [below for below, _ in named_nodes(node)]
             self._below[name] = [names[id(n)] for n in below] + [
                 names[id(n)] + GATHER for n in below if id(n) in gathers
@@ -146,7 +147,3 @@ class Profile(Adapter):
         if (slowest := self.slowest) is not None:
             notes[slowest.node.removesuffix(GATHER)] += f"\nslowest, {remedy(self)}"
         return draw(self.graph, path, heat=heat, notes=notes)
-
-
-def _order(node: DataPipe) -> str:
-    return "order" if isinstance(node, IndexedDataPipe) and not gives_items(node) else ""

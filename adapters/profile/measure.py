@@ -31,11 +31,8 @@ __all__ = ["ProfileWrapper", "bytes_of", "samples_of"]
 COST = 5e-4  # s: items that take less are timed one in so many
 MOST_LEFT_OUT = 64
 ALL_TIMED = 16  # the first items of an iteration
-STRETCH, CHUNK, MOST_CHUNKS = (
-    128,
-    256,
-    256,
-)  # items of an indexed graph that are timed together, and counted together where they are not
+STRETCH, CHUNK = 128, 256  # items of an indexed graph that are timed together, and counted together where they are not
+MOST_STRETCHES = 256  # that long are the items between two timed ones, at most
 MEASURING, SHARE = 50e-6, 0.015  # s that measuring an item takes, at most, and what of all the time it may be
 LOOK_EVERY = 0.5  # s between two looks at what a node keeps
 
@@ -174,7 +171,7 @@ class ProfileWrapper(Wrapper):
                     away += perf_counter() - left
                 at += stretch
                 each = max(MEASURING / 4, (perf_counter() - began - away) / stretch - MEASURING)
-                turns.untimed = int(stretch * min(MEASURING / (SHARE * each), MOST_CHUNKS))
+                turns.untimed = int(stretch * min(MEASURING / (SHARE * each), MOST_STRETCHES))
             else:
                 chunk = min(CHUNK, turns.untimed, end - at)
                 turns.items += chunk

@@ -68,7 +68,7 @@ def remedy(profile: "Profile") -> str:
 def _remedy(slowest: NodeProfile, waits: bool, profile: "Profile") -> str:
     if profile.items > 1 and profile.waited_share < QUIET:
         return "The loop hardly waits: there is nothing to gain."
-    function = profile.kinds.get(slowest.node) == "function"
+    function = slowest.node in profile.functions
     others = f"so would more than {profile.workers} workers." if profile.workers else "so would worker processes."
     if slowest.node.endswith(GATHER):
         if waits:
