@@ -192,18 +192,22 @@ def _pointer(typingctx, address):
     return types.voidptr(types.uintp), codegen
 
 
-def gather(starts, width, out, column, first, address, itemcode):
-    """Copies `width` tokens from each place of `starts` into out[row, column:column + width].
+def gather(starts, counts, out, first, address, itemcode):
+    """Copies the tokens [start, start + count) of each stretch to `out` (1-D), end to end; one count is that of all.
 
     Places count over all pieces end to end: piece f holds [first[f], first[f + 1]) at address[f], as
     items of itemcode[f] (see formats). Returns -1, or the index of a piece that is not mapped yet. A
-    negative start leaves a row of zeros: a row of padding.
+    negative start leaves zeros: padding.
     """
-    for row in range(starts.size):
-        start = starts[row]
+    at = 0
+    alike = counts.size == 1
+    for i in range(starts.size):
+        start = starts[i]
+        width = counts[0] if alike else counts[i]
         done = 0
         if start < 0:
-            out[row, column : column + width] = 0
+            out[at : at + width] = 0
+            at += width
             continue
         f = np.searchsorted(first, start, side="right") - 1
         while done < width:
@@ -213,7 +217,7 @@ def gather(starts, width, out, column, first, address, itemcode):
                     return f
                 skip = start + done - first[f]
                 count = min(width - done, stop - start - done)
-                target = out[row, column + done : column + done + count]
+                target = out[at : at + count]
                 code = itemcode[f]
                 base = _pointer(address[f])
                 # slice first, then copy: 2.6 times as fast as indexing item by item
@@ -228,6 +232,7 @@ def gather(starts, width, out, column, first, address, itemcode):
                 else:
                     target[:] = carray(base, skip + count, np.int64)[skip:]
                 done += count
+                at += count
             f += 1
     return np.int64(-1)
 
@@ -258,6 +263,6 @@ SIGNATURES = {
     "blend_route": f"void({', '.join([_I64] * 5)}, int64[:, ::1], {', '.join([_I64] * 4)})",
     "blend_unroute": f"void(int64, {_I64}, {_I64}, {_I64}, int64[:, ::1], int64[:, ::1], "
     f"{_I64}, {_I64}, {_I64}, {_I64}, int64)",
-    "gather": f"int64({_I64}, int64, int64[:, ::1], int64, {_I64}, uint64[::1], int64[::1])",
+    "gather": f"int64({_I64}, {_I64}, {_I64}, {_I64}, uint64[::1], {_I64})",
     "nanoset_counts": f"void(float64[::1], {_I64}, {_I64}, {_I64})",
 }

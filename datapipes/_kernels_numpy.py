@@ -148,28 +148,29 @@ def blend_unroute(
 
 def gather(
     starts: Int64s,
-    width: int,
+    counts: Int64s,
     out: Int64s,
-    column: int,
     first: Int64s,
     bounds: Int64s,
     place: Int64s,
     arrays: "list[np.ndarray | None]",
 ) -> int:
-    for row, start in enumerate(starts.tolist()):
+    at = 0
+    for start, width in zip(starts.tolist(), np.broadcast_to(counts, starts.shape).tolist(), strict=True):
         if start < 0:
-            out[row, column : column + width] = 0
+            out[at : at + width] = 0
+            at += width
             continue
-        p, done = int(np.searchsorted(first, start, side="right")) - 1, 0
-        while done < width:
+        p, stop = int(np.searchsorted(first, start, side="right")) - 1, at + width
+        while at < stop:
             tokens = arrays[int(np.searchsorted(bounds, p, side="right")) - 1]
             if tokens is None:
                 return p
-            skip = start + done - int(first[p])
-            count = min(width - done, int(first[p + 1] - first[p]) - skip)
+            skip = max(0, start - int(first[p]))
+            count = min(stop - at, int(first[p + 1] - first[p]) - skip)
             begin = int(place[p]) + skip
-            out[row, column + done : column + done + count] = tokens[begin : begin + count]
-            done += count
+            out[at : at + count] = tokens[begin : begin + count]
+            at += count
             p += 1
     return -1
 

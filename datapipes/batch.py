@@ -1,5 +1,6 @@
 """Micro-batches of one rank, and the optimizer steps that they make up."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import numpy as np
 from ._torch import functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count, in_blocks, sample_node
 from .errors import BatchSizeError, ConfigurationError
-from .gather import TokenGather, plan_of, stacked
+from .gather import Columns, TokenGather, plan_of, stacked
 from .pages import READ_AHEAD_BATCHES, WATCH, ReadAhead
 from .salvage import RowSkipper, SkipLedger
 from .steps import StepTable, as_schedule
@@ -19,10 +20,13 @@ __all__ = ["Rows", "SampleBatcher", "batcher_of"]
 class Rows(NamedTuple):
     """One micro-batch before collation.
 
-    tokens: int64 (b, sequence_length + 1), or a list of b items where a map made something else.
+    tokens: int64 (b, sequence_length + 1), or a list of b items where a map made something else; of a batcher that
+        `reads` some columns, those.
     sample_numbers: int64 (b,), −1 for padding. sources: int64 (b,), indices into `source_names`.
     valid: bool (b,), False for padding; None unless `once(tail="pad")` is below.
     masked: bool (b,), True where `exclude` masks every label; None unless a row is.
+    places: int64 (b,), the rows' places in the gather's table (see `TokenGather`), −1 for padding; None where a map
+        made them.
     """
 
     tokens: Any
@@ -30,6 +34,7 @@ class Rows(NamedTuple):
     sources: Int64s
     valid: "np.ndarray | None"
     masked: "np.ndarray | None" = None
+    places: "Int64s | None" = None
 
 
 @functional_datapipe("batch_samples")
@@ -63,6 +68,7 @@ class SampleBatcher(IndexedDataPipe):
         self.schedule = as_schedule(global_batch_size, self.unit)
         self._steps = StepTable.of(self.schedule, self.unit)
         self._skipper: RowSkipper | None = None
+        self._columns: Columns | None = None
         self.check()
 
     def check(self) -> None:
@@ -81,6 +87,15 @@ class SampleBatcher(IndexedDataPipe):
     def skipping_errors(self, exceptions: "tuple[type[Exception], ...]", ledger: SkipLedger) -> "SampleBatcher":
         """The same batches; a sample that raises one of these is a row of zeros, with every label masked."""
         return self.changed(_skipper=RowSkipper(exceptions, ledger))
+
+    @property
+    def reads(self) -> "Columns | None":
+        """Which tokens of each row are read from files; None: all. What a map makes is made of whole rows."""
+        return self._columns
+
+    def reading(self, columns: "Columns | None") -> "SampleBatcher":
+        """The same batches of which no more than these columns is read."""
+        return self.changed(_columns=columns)
 
     def with_steps(self, steps: StepTable) -> "SampleBatcher":
         """The same batches counted by another table of steps (a run's breakpoints).
@@ -153,6 +168,7 @@ class SampleBatcher(IndexedDataPipe):
     def _rows(self, batches: Int64s, columns: Any = None) -> Iterator[Rows]:
         """All batches routed at once; each then gathered only when it is asked for."""
         b, child = self.micro_batch_size, self.datapipe
+        columns = self.reads if columns is None else columns
         numbers = (batches[:, None] * b + np.arange(b, dtype=np.int64)).reshape(-1)
         samples = child.sample_numbers(numbers)
         valid = None
@@ -160,7 +176,7 @@ class SampleBatcher(IndexedDataPipe):
             valid = ~ended
         masked = self._masked(samples, valid)
         if plan_of(child).gather is None:
-            yield from self._made_rows(numbers, samples, valid, masked, columns)
+            yield from self._made_rows(numbers, samples, valid, masked)
             return
         # windows of tokens: from the sample numbers on, so that the sharder is asked only once
         order = sample_node(child)
@@ -177,9 +193,10 @@ class SampleBatcher(IndexedDataPipe):
         kept = np.ones(b, np.bool_) if pad else None
         ahead = None
         for at in range(0, numbers.size, b):
-            if WATCH.reading and columns is None:
+            if WATCH.reading:
                 if ahead is None:
-                    ahead = ReadAhead(gather, places, b, width, lambda: self._places_after(int(batches[-1])))
+                    after = functools.partial(self._places_after, int(batches[-1]))
+                    ahead = ReadAhead(gather, places, b, width, columns, after)
                 ahead.before(at)
             rows: Any = slice(at, at + b)
             if valid is not None and pad:
@@ -192,7 +209,7 @@ class SampleBatcher(IndexedDataPipe):
             except Exception as error:
                 tokens, bad = self._salvaged(error, gather, places[rows], samples[rows], width, columns)
                 hidden = bad if hidden is None else hidden | bad
-            yield Rows(tokens, samples[rows], sources[rows], kept, hidden)
+            yield Rows(tokens, samples[rows], sources[rows], kept, hidden, places[rows])
 
     def gathered(self, gather: TokenGather, places: Int64s, width: int, columns: Any, advised: bool) -> np.ndarray:
         """The rows of one batch: the reading of it all."""
@@ -204,8 +221,8 @@ class SampleBatcher(IndexedDataPipe):
         """((b, width) rows, bool (b,) those that stand for one that cannot be made), or raises the error."""
         if (skipper := self._skipper) is None or not isinstance(error, skipper.exceptions):
             raise error
-        shown = width if columns is None else sum(stop - start for start, stop in columns)
-        return skipper.rows(lambda i: gather.rows(places[i : i + 1], width, columns)[0], samples, shown)
+        counts = gather.stretches(places[:1], width, columns)[1]
+        return skipper.rows(lambda i: gather.rows(places[i : i + 1], width, columns)[0], samples, int(counts.sum()))
 
     def _places_after(self, batch: int) -> Int64s:
         """Places of the batches after this one that may be read ahead; none where they cannot be routed."""
@@ -235,7 +252,6 @@ class SampleBatcher(IndexedDataPipe):
         samples: Int64s,
         valid: "np.ndarray | None",
         masked: "np.ndarray | None",
-        columns: Any,
     ) -> Iterator[Rows]:
         """Items that a map or zip below makes; padding repeats the first of a batch, and is masked later."""
         b, child = self.micro_batch_size, self.datapipe
@@ -250,7 +266,7 @@ class SampleBatcher(IndexedDataPipe):
                 number = np.full(b, -1, np.int64)
                 yield Rows(stacked([some.fetch([0])[0]] * b), number, number, kept)
                 continue
-            made, bad = self._made(numbers[rows], samples[rows], columns)
+            made, bad = self._made(numbers[rows], samples[rows])
             hidden = None if masked is None else masked[at : at + b]
             if self.tail != "pad":
                 hidden = None if masked is None else masked[rows]
@@ -267,11 +283,11 @@ class SampleBatcher(IndexedDataPipe):
             number = np.where(kept, samples[at : at + b], -1)
             yield Rows(stacked(items), number, sources[at : at + b], kept, hidden)
 
-    def _made(self, numbers: Int64s, samples: Int64s, columns: Any) -> "tuple[Any, np.ndarray | None]":
+    def _made(self, numbers: Int64s, samples: Int64s) -> "tuple[Any, np.ndarray | None]":
         """(the items below, bool (n,) of those that stand for one that cannot be made; None: all could be)."""
         child, skipper = self.datapipe, self._skipper
         try:
-            return child.fetch(numbers, columns), None
+            return child.fetch(numbers), None
         except Exception as error:
             if skipper is None or not isinstance(error, skipper.exceptions):
                 raise
@@ -279,7 +295,7 @@ class SampleBatcher(IndexedDataPipe):
             def empty() -> Any:
                 return np.zeros(child.sequence_length + 1, np.int64)
 
-            return skipper.items(lambda i: child.fetch(numbers[i : i + 1], columns)[0], samples, empty)
+            return skipper.items(lambda i: child.fetch(numbers[i : i + 1])[0], samples, empty)
 
 
 def batcher_of(graph: IndexedDataPipe) -> "SampleBatcher | None":

@@ -9,7 +9,7 @@ import contextlib
 import mmap
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,19 @@ import numpy as np
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s
 from .errors import ConfigurationError, TokenFileError, TokenIdError
 from .filemap import FileMap, advise
+from .formats import TokenLayout
 from .kernels import kernel
 from .pages import WATCH
 from .read import TokenSpace
 from .slice import TokenWindows
 
-__all__ = ["Routes", "TokenGather", "fetch_items", "plan_of"]
+__all__ = ["Columns", "Routes", "TokenGather", "fetch_items", "plan_of"]
 
+
+Columns = Sequence[tuple[int, int]] | Callable[["TokenGather", Int64s, int], tuple[Int64s, Int64s]]
+"""Which tokens of rows are read: ranges [start, stop) of each row's; or, where they differ from row to row, a function
+(gather, (n,) places, width) → ((m,) places, (m,) tokens) of the stretches to read, as many tokens of each row.
+"""
 
 MOST_MAPS = 32_768
 """Maps of one process; Linux allows 65,530 by default."""
@@ -43,11 +49,20 @@ class TokenGather:
 
     The table's entries are the spaces' files in order; an entry's pieces (of a whole reader, one) stand together. A
     file that several spaces read is mapped once. Maps hold no file descriptors; beyond MOST_MAPS of all gathers they
-    are dropped again, oldest first.
+    are dropped again, oldest first. Behind the table come the places of spaces that lay out others anew
+    (`TokenSpace.table`): what stands there is looked up, window by window.
+
+    Args:
+        files: reads another file in the place of each.
     """
 
-    def __init__(self, spaces: Sequence[TokenSpace]) -> None:
-        unique = list({id(space): space for space in spaces}.values())
+    def __init__(
+        self, spaces: Sequence[TokenSpace], files: "Callable[[TokenLayout], TokenLayout] | None" = None
+    ) -> None:
+        given = list({id(space): space for space in spaces}.values())
+        self.spaces = given
+        self._laid_out = [space for space in given if space.table is not None]
+        unique = list({id(space.table or space): space.table or space for space in given}.values())
         self.base: dict[int, int] = {}
         first, place, bounds, tokens, pieces = [], [], [], 0, 0
         for space in unique:
@@ -59,17 +74,21 @@ class TokenGather:
             bounds.append(cuts[:-1] + pieces)
             tokens += space.samples_per_pass
             pieces += source.size
-        self.first: Int64s = np.concatenate([*first, np.array([tokens], np.int64)])  # (pieces + 1,)
+        self._table = tokens
+        for space in self._laid_out:
+            self.base[id(space)] = tokens
+            tokens += space.samples_per_pass
+        self.first: Int64s = np.concatenate([*first, np.array([self._table], np.int64)])  # (pieces + 1,)
         self.place: Int64s = np.concatenate([*place, np.empty(0, np.int64)])  # (pieces,) of the first token in its file
         self.bounds: Int64s = np.concatenate([*bounds, np.array([pieces], np.int64)])  # (entries + 1,)
-        layouts = [file for space in unique for file in space.files]
+        layouts = [file if files is None else files(file) for space in unique for file in space.files]
         self.files = list({id(file): file for file in layouts}.values())
         number = {id(file): f for f, file in enumerate(self.files)}
         self.file: Int64s = np.array([number[id(file)] for file in layouts], np.int64)  # (entries,)
         self._by_file: Int64s = np.argsort(self.file, kind="stable")
         self._cuts: Int64s = np.searchsorted(self.file[self._by_file], np.arange(len(self.files) + 1))
         limits = [space.vocab_size or MAX_NUMBER for space in unique for _ in space.files]
-        checked = min(limits, default=MAX_NUMBER) < MAX_NUMBER
+        checked = files is None and min(limits, default=MAX_NUMBER) < MAX_NUMBER
         self.limit = np.array(limits, np.int64) if checked else None  # ids must be below it
         itemcode = np.array([file.itemcode for file in layouts], np.int64)
         self.itemcode: Int64s = np.repeat(itemcode, np.diff(self.bounds))  # (pieces,)
@@ -85,54 +104,88 @@ class TokenGather:
         self,
         starts: Int64s,
         width: int,
-        columns: "Sequence[tuple[int, int]] | None" = None,
+        columns: "Columns | None" = None,
         asked: bool = False,
     ) -> Int64s:
-        """int64 (n, width): the tokens from each place on; a negative place gives a row of zeros."""
+        """int64 (n, L): the tokens from each place on, or those of some columns; a negative place gives zeros."""
+        places, counts = self.stretches(starts, width, columns)
         if WATCH.reading and not asked:
-            self.ask_for(starts, width)
-        if columns is None:
-            out = np.empty((starts.size, width), np.int64)
-            self._fill(starts, width, out, 0)
-        else:
-            for start, stop in columns:
-                if not 0 <= start < stop <= width:
-                    raise ConfigurationError(f"columns [{start}, {stop}) are not within a row of {width} tokens")
-            out = np.empty((starts.size, sum(stop - start for start, stop in columns)), np.int64)
-            at = 0
-            for start, stop in columns:
-                self._fill(np.where(starts < 0, -1, starts + start), stop - start, out, at)
-                at += stop - start
+            self.ask_for(places, counts)
+        shown = width
+        if columns is not None:
+            shown = int(np.broadcast_to(counts, places.shape).sum()) // max(1, starts.size)
+        out = np.empty((starts.size, shown), np.int64)
+        self._fill(places, counts, out.reshape(-1))
         WATCH.rows_left = left = WATCH.rows_left - starts.size
         if left < 0:
             WATCH.look(starts.size, let_go)
         if self.limit is not None and out.size:
-            self._check_ids(out, starts, self.limit)
+            self._check_ids(out.reshape(-1), places, counts, self.limit)
         return out
 
-    def _fill(self, starts: Int64s, width: int, out: Int64s, column: int) -> None:
+    def stretches(self, starts: Int64s, width: int, columns: "Columns | None" = None) -> "tuple[Int64s, Int64s]":
+        """What of these rows is read, end to end: ((m,) places in the table, −1: padding, (m,) tokens; (1,): of each).
+
+        Raises ConfigurationError for columns that a row does not have.
+        """
+        if columns is None:
+            places, counts = starts, np.array([width], np.int64)
+        elif callable(columns):
+            places, counts = columns(self, starts, width)
+        else:
+            for start, stop in columns:
+                if not 0 <= start < stop <= width:
+                    raise ConfigurationError(f"columns [{start}, {stop}) are not within a row of {width} tokens")
+            begins, stops = np.array(columns, np.int64).reshape(-1, 2).T
+            places = np.where(starts[:, None] < 0, -1, starts[:, None] + begins).reshape(-1)
+            counts = np.tile(stops - begins, starts.size)
+        if self._laid_out and places.size and places.max() >= self._table:
+            _, places, counts = self.spans(places, counts)
+        return places, counts
+
+    def spans(self, places: Int64s, counts: "Int64s | int") -> "tuple[Int64s, Int64s, Int64s]":
+        """Windows as stretches that follow one another in the table: (n,) windows → (m,) which window each is of,
+        ascending, (m,) its place, −1 for padding, (m,) its tokens.
+        """
+        counts = np.broadcast_to(np.asarray(counts, np.int64), places.shape)
+        window = np.arange(places.size)
+        found = [(window[(tabled := places < self._table)], places[tabled], counts[tabled])]
+        for space in self._laid_out:
+            base = self.base[id(space)]
+            at = np.flatnonzero((places >= base) & (places < base + space.samples_per_pass))
+            if at.size:
+                which, place, count = space.spans(places[at] - base, counts[at])
+                found.append((at[which], np.where(place < 0, -1, place + self.base[id(space.table)]), count))
+        if len(found) == 1:
+            return found[0]
+        window, place, count = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        order = np.argsort(window, kind="stable")
+        return window[order], place[order], count[order]
+
+    def _fill(self, places: Int64s, counts: Int64s, out: Int64s) -> None:
         gather, compiled = kernel("gather")
         with self._lock:
             while True:
                 if compiled:
-                    missing = gather(starts, width, out, column, self.first, self.address, self.itemcode)
+                    missing = gather(places, counts, out, self.first, self.address, self.itemcode)
                 else:
-                    missing = gather(starts, width, out, column, self.first, self.bounds, self.place, self.arrays)
+                    missing = gather(places, counts, out, self.first, self.bounds, self.place, self.arrays)
                 if missing < 0:
                     return
-                self._map(starts, width)
+                self._map(places, counts)
 
-    def ask_for(self, starts: Int64s, width: int) -> None:
-        """Asks the kernel to read the pages of these rows, without waiting for them."""
+    def ask_for(self, places: Int64s, counts: Int64s) -> None:
+        """Asks the kernel to read the pages of these stretches, without waiting for them."""
         with self._lock:
-            row, piece = self._pieces(starts, width)
+            which, piece = self._pieces(places, counts)
             if not self.address[piece].all():
                 with contextlib.suppress(TokenFileError):  # it comes when the rows are read
-                    self._map(starts, width)
+                    self._map(places, counts)
                 mapped = self.address[piece] > 0
-                row, piece = row[mapped], piece[mapped]
-            begin = np.maximum(self.first[piece], starts[row])
-            count = np.minimum(self.first[piece + 1], starts[row] + width) - begin
+                which, piece = which[mapped], piece[mapped]
+            stops = places + counts
+            begin = np.maximum(self.first[piece], places[which])
+            count = np.minimum(self.first[piece + 1], stops[which]) - begin
             size = np.abs(self.itemcode[piece])
             low = self.address[piece].astype(np.int64) + (begin - self.first[piece]) * size
             high = low + count * size
@@ -164,17 +217,17 @@ class TokenGather:
         finally:
             self._lock.release()
 
-    def _pieces(self, starts: Int64s, width: int) -> tuple[Int64s, Int64s]:
-        """All that these rows touch: ((m,) indices into starts, (m,) pieces)."""
-        row = np.flatnonzero(starts >= 0)
-        low = np.searchsorted(self.first, starts[row], side="right") - 1
-        count = np.searchsorted(self.first, starts[row] + width, side="left") - low
+    def _pieces(self, places: Int64s, counts: Int64s) -> tuple[Int64s, Int64s]:
+        """All that these stretches touch: ((m,) indices into places, (m,) pieces)."""
+        which = np.flatnonzero((places >= 0) & (counts > 0))
+        low = np.searchsorted(self.first, places[which], side="right") - 1
+        count = np.searchsorted(self.first, (places + counts)[which], side="left") - low
         within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-        return np.repeat(row, count), np.repeat(low, count) + within
+        return np.repeat(which, count), np.repeat(low, count) + within
 
-    def _map(self, starts: Int64s, width: int) -> None:
-        """Maps every file that these rows touch."""
-        _, piece = self._pieces(starts, width)
+    def _map(self, places: Int64s, counts: Int64s) -> None:
+        """Maps every file that these stretches touch."""
+        _, piece = self._pieces(places, counts)
         needed = set(self.file[self._entries(piece)].tolist())
         for f in sorted(needed - self._open.keys()):
             file = self.files[f]
@@ -209,16 +262,18 @@ class TokenGather:
         """(n,) pieces → (n,) the entries that they belong to."""
         return np.searchsorted(self.bounds, pieces, side="right") - 1
 
-    def _check_ids(self, out: Int64s, starts: Int64s, limit: Int64s) -> None:
-        piece = np.maximum(np.searchsorted(self.first, starts, side="right") - 1, 0)
+    def _check_ids(self, out: Int64s, places: Int64s, counts: Int64s, limit: Int64s) -> None:
+        piece = np.maximum(np.searchsorted(self.first, places, side="right") - 1, 0)
         entry = self._entries(piece)
-        wrong = (out < 0) | (out >= limit[entry][:, None])
+        counts = np.broadcast_to(counts, places.shape)
+        wrong = (out < 0) | (out >= np.repeat(limit[entry], counts))
         if wrong.any():
-            row, column = (int(i[0]) for i in np.nonzero(wrong))
+            at = int(np.argmax(wrong))
+            i = int(np.searchsorted(np.cumsum(counts), at, side="right"))
             raise TokenIdError(
-                f"{self.files[self.file[entry[row]]].path}: token id {out[row, column]} in the row that begins at "
-                f"token {starts[row] - self.first[piece[row]] + self.place[piece[row]]} of the file; vocab_size is "
-                f"{limit[entry[row]]}"
+                f"{self.files[self.file[entry[i]]].path}: token id {out[at]} in the row that begins at "
+                f"token {places[i] - self.first[piece[i]] + self.place[piece[i]]} of the file; vocab_size is "
+                f"{limit[entry[i]]}"
             )
 
 

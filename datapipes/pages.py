@@ -37,7 +37,7 @@ except ImportError:  # not on this system: nothing is known of faults, so nothin
 
 if TYPE_CHECKING:
     from .core import Int64s
-    from .gather import TokenGather
+    from .gather import Columns, TokenGather
 
 __all__ = ["WATCH", "ReadAhead", "read_ahead_bytes", "resident_bytes"]
 
@@ -139,13 +139,20 @@ class ReadAhead:
 
     Args:
         places: int64 (n · rows,), the batches' places in the gather's table.
+        columns: what of each row is read.
         more: gives the places of the batches that follow these, at the first need.
     """
 
     def __init__(
-        self, gather: "TokenGather", places: "Int64s", rows: int, width: int, more: "Callable[[], Int64s]"
+        self,
+        gather: "TokenGather",
+        places: "Int64s",
+        rows: int,
+        width: int,
+        columns: "Columns | None",
+        more: "Callable[[], Int64s]",
     ) -> None:
-        self._gather, self._places, self._rows, self._width = gather, places, rows, width
+        self._gather, self._places, self._rows, self._width, self._columns = gather, places, rows, width, columns
         self._more: Callable[[], Int64s] | None = more
         batches = read_ahead_bytes() // (rows * width * 4)
         self._depth = rows * max(1, min(batches, READ_AHEAD_BATCHES))
@@ -159,5 +166,5 @@ class ReadAhead:
         start = max(at, self._asked)
         stop = min(at + self._depth, start + 2 * self._rows)  # grows one by one: no batch waits for many others
         if stop > start:
-            self._gather.ask_for(self._places[start:stop], self._width)
+            self._gather.ask_for(*self._gather.stretches(self._places[start:stop], self._width, self._columns))
             self._asked = stop

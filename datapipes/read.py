@@ -52,6 +52,15 @@ def as_name(name: Any) -> str:
 class TokenSpace(IndexedDataPipe):
     """Tokens of one source, end to end: item k is token k (int64). What `slice_sequences` cuts into windows."""
 
+    table: "TokenSpace | None" = None
+    """The space whose stretches this one lays out anew, in an order that is looked up; None: `pieces` say all."""
+
+    def spans(self, places: Int64s, counts: Int64s) -> "tuple[Int64s, Int64s, Int64s]":
+        """Of a space that lays out another: (n,) windows [place, place + count) → (m,) which window each stretch is of,
+        ascending, (m,) its place in `table`, −1 for padding, (m,) its tokens.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is a table of pieces")
+
     @property
     def origin(self) -> "TokenReader":
         """The reader whose files these are; its name is the source's."""

@@ -122,7 +122,9 @@ def files_of(sizes, dtypes):
 
 
 def gathered(files, starts, width, missing=(), pieces=None):
-    """What both kernels return and write, of pieces [(file, place, tokens), …] (left out: whole files) end to end."""
+    """What both kernels return and write, of pieces [(file, place, tokens), …] (left out: whole files) end to end: of
+    stretches of one width, or each of its own.
+    """
     pieces = pieces or [(f, 0, file.size) for f, file in enumerate(files)]
     first = np.cumsum([0, *(tokens for _, _, tokens in pieces)], dtype=I64)
     place = np.array([at for _, at, _ in pieces], I64)
@@ -133,9 +135,16 @@ def gathered(files, starts, width, missing=(), pieces=None):
     compiled, plain = both("gather")
     found = []
     for kernel, arguments in ((compiled, (first, address, code)), (plain, (first, bounds, place, arrays))):
-        out = np.full((starts.size, width + 3), -99, I64)
-        found.append((int(kernel(starts, width, out, 2, *arguments)), out))
+        counts = np.atleast_1d(np.asarray(width, I64))
+        out = np.full(int(np.broadcast_to(counts, starts.shape).sum()) + 3, -99, I64)
+        found.append((int(kernel(starts, counts, out, *arguments)), out))
     return found
+
+
+def rows_of(out, width):
+    """The rows of one width, after what stands behind them was found untouched."""
+    assert out[-3:].tolist() == [-99] * 3
+    return out[:-3].reshape(-1, width).tolist()
 
 
 @given(
@@ -154,9 +163,26 @@ def test_both_gather_alike_across_files_of_all_dtypes(sizes, dtypes, width, plac
     assert compiled == plain == -1
     assert out.tolist() == same.tolist()
     tokens = [token for file in files for token in file.tolist()]
-    for row, start in zip(out.tolist(), starts, strict=True):
-        assert row[2 : 2 + width] == ([0] * width if start < 0 else tokens[start : start + width])
-        assert row[:2] + row[2 + width :] == [-99] * 3
+    for row, start in zip(rows_of(out, width), starts, strict=True):
+        assert row == ([0] * width if start < 0 else tokens[start : start + width])
+
+
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    stretches=st.lists(st.tuples(st.integers(-30, 10**6), st.integers(0, 30)), min_size=2, max_size=12),
+)
+def test_both_gather_stretches_of_any_lengths_end_to_end(sizes, stretches):
+    files, total = files_of(sizes, [DTYPES[1]] * len(sizes)), sum(sizes)
+    counts = np.array([min(count, total) for _, count in stretches], I64)
+    starts = np.array(
+        [max(-1, p) % (total - c + 1) if p >= 0 else -1 for (p, _), c in zip(stretches, counts, strict=True)], I64
+    )
+    (compiled, out), (plain, same) = gathered(files, starts, counts)
+    assert compiled == plain == -1
+    assert out.tolist() == same.tolist()
+    tokens = [token for file in files for token in file.tolist()]
+    expected = [tokens[s : s + c] if s >= 0 else [0] * c for s, c in zip(starts.tolist(), counts.tolist(), strict=True)]
+    assert out.tolist() == [token for part in expected for token in part] + [-99] * 3
 
 
 @given(
@@ -179,7 +205,7 @@ def test_both_gather_alike_across_pieces_of_files(files, width, places):
     assert compiled == plain == -1
     assert out.tolist() == same.tolist()
     tokens = [token for f, at, count in pieces for token in contents[f][at : at + count].tolist()]
-    assert [row[2 : 2 + width] for row in out.tolist()] == [tokens[start : start + width] for start in starts.tolist()]
+    assert rows_of(out, width) == [tokens[start : start + width] for start in starts.tolist()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -187,7 +213,7 @@ def test_the_extreme_ids_of_each_dtype_come_out_as_they_are(dtype):
     ends = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max, 0, 1], dtype)
     for result, out in gathered([ends, ends], np.array([0, 4], I64), 4):
         assert result == -1
-        assert out[:, 2:6].tolist() == [ends.tolist()] * 2
+        assert rows_of(out, 4) == [ends.tolist()] * 2
 
 
 @given(

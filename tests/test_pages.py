@@ -19,9 +19,9 @@ def asked(monkeypatch):
     found: list[tuple[str, np.ndarray]] = []
     ask_for, rows = TokenGather.ask_for, TokenGather.rows
 
-    def noted_ask(self, starts, width):
-        found.append(("asked", starts.copy()))
-        ask_for(self, starts, width)
+    def noted_ask(self, places, counts):
+        found.append(("asked", places.copy()))
+        ask_for(self, places, counts)
 
     def noted_rows(self, starts, *arguments):
         found.append(("gathered", starts.copy()))
