@@ -237,6 +237,79 @@ def gather(starts, counts, out, first, address, itemcode):
     return np.int64(-1)
 
 
+def row_documents(place, count, width, inputs, first, begin, entries, positions, numbers, joins, sequences, costs):
+    """What the documents of rows give, in one walk over their ends; see row_documents.py.
+
+    Spans of tokens [place, place + count) make rows of `width` tokens, one after the other; no counts: each span is a
+    row; a negative place: padding. Pieces f hold the places [first[f], first[f + 1]) and begin at token begin[f] of
+    their file; entries: (bound, address, documents), the pieces [bound, next bound) are of a file whose document ends
+    are at the address. Outputs of size 0 are left out; sequences gets what fits. Gives (sequences, the longest), or
+    (-1 - entry, 0) for an entry that is not mapped yet.
+    """
+    bounds = entries[:, 0]
+    row, at, number, found, longest = 0, 0, 0, 0, 0
+    for k in range(place.size):
+        p = place[k]
+        left = count[k] if count.size else width
+        f = 0
+        if p >= 0:
+            f = np.searchsorted(first, p, side="right") - 1
+        while left > 0:
+            take, total, address, ahead = left, 0, 0, 0
+            if p >= 0:
+                take = min(left, first[f + 1] - p)
+                entry = np.searchsorted(bounds, f, side="right") - 1
+                total = entries[entry, 2]
+                if total > 0:
+                    address = entries[entry, 1]
+                    if address == 0:
+                        return np.int64(-1 - entry), np.int64(0)
+                    ahead = begin[f] + p - first[f] - at
+            ends = carray(_pointer(np.uint64(address)), total, np.uint64)
+            j, high = 0, total  # the first end beyond the span's first token
+            while j < high:
+                middle = (j + high) >> 1
+                if np.int64(ends[middle]) > ahead + at:
+                    high = middle
+                else:
+                    j = middle + 1
+            stop = at + take
+            while at < stop:
+                until = stop
+                while j < total:
+                    end = np.int64(ends[j]) - ahead
+                    if end > at:
+                        until = min(end, stop)
+                        break
+                    j += 1
+                if joins.size and at:
+                    joins[row, at - 1] = True
+                size = min(until, inputs) - at
+                if size > 0:
+                    if positions.size:
+                        target = positions[row, at : at + size]
+                        for i in range(size):
+                            target[i] = i
+                    if numbers.size:
+                        numbers[row, at : at + size] = number
+                    if found < sequences.size:
+                        sequences[found] = row * inputs + at
+                    if costs.size:
+                        costs[row] += size * size
+                    number += 1
+                    found += 1
+                    longest = max(longest, size)
+                at = until
+            left -= take
+            p += take
+            f += 1
+        if at == width:
+            row, at, number = row + 1, 0, 0
+    if found < sequences.size:
+        sequences[found] = row * inputs
+    return np.int64(found), np.int64(longest)
+
+
 def nanoset_counts(weights, sizes, dataset, count):
     """The greedy blend of Nanoset and Megatron: dataset[i] is the source of sample i, count[i] how many
     of that source came before it (an error-minimising choice, first index on ties).
@@ -255,7 +328,9 @@ def nanoset_counts(weights, sizes, dataset, count):
         drawn[best] += 1
 
 
-KERNELS = {kernel.__name__: kernel for kernel in (permute, blend_route, blend_unroute, gather, nanoset_counts)}
+KERNELS = {
+    kernel.__name__: kernel for kernel in (permute, blend_route, blend_unroute, gather, row_documents, nanoset_counts)
+}
 
 _I64 = "int64[::1]"
 SIGNATURES = {
@@ -264,5 +339,7 @@ SIGNATURES = {
     "blend_unroute": f"void(int64, {_I64}, {_I64}, {_I64}, int64[:, ::1], int64[:, ::1], "
     f"{_I64}, {_I64}, {_I64}, {_I64}, int64)",
     "gather": f"int64({_I64}, {_I64}, {_I64}, {_I64}, uint64[::1], {_I64})",
+    "row_documents": f"UniTuple(int64, 2)({_I64}, {_I64}, int64, int64, {_I64}, {_I64}, int64[:, ::1], "
+    f"int64[:, ::1], int64[:, ::1], boolean[:, ::1], int32[::1], {_I64})",
     "nanoset_counts": f"void(float64[::1], {_I64}, {_I64}, {_I64})",
 }

@@ -1,13 +1,16 @@
 """The kernels of `_kernels_numba.py` in NumPy and plain Python: the same bits, more slowly.
 
 They are the oracle of the tests, and what runs where numba cannot compile. `gather` here takes files as
-arrays[e], of which the pieces [bounds[e], bounds[e + 1]) begin at item place[p], instead of the pieces' addresses.
+arrays[e], of which the pieces [bounds[e], bounds[e + 1]) begin at item place[p], instead of the pieces' addresses, and
+`row_documents` the document ends of the entries as arrays.
 """
+
+import itertools
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["blend_route", "blend_unroute", "gather", "nanoset_counts", "permute"]
+__all__ = ["blend_route", "blend_unroute", "gather", "nanoset_counts", "permute", "row_documents"]
 
 Int64s = npt.NDArray[np.int64]
 
@@ -173,6 +176,63 @@ def gather(
             at += count
             p += 1
     return -1
+
+
+def row_documents(
+    place: Int64s,
+    count: Int64s,
+    width: int,
+    inputs: int,
+    first: Int64s,
+    begin: Int64s,
+    entries: Int64s,
+    positions: Int64s,
+    numbers: Int64s,
+    joins: np.ndarray,
+    sequences: np.ndarray,
+    costs: Int64s,
+    arrays: "list[np.ndarray | None]",
+) -> tuple[int, int]:
+    stretches: list[tuple[int, int, int]] = []  # row, first token, one past the last
+    row = at = 0
+    for k, p in enumerate(place.tolist()):
+        left = int(count[k]) if count.size else width
+        f = int(np.searchsorted(first, p, side="right")) - 1
+        while left > 0:
+            take, cuts = left, np.empty(0, np.int64)
+            if p >= 0:
+                take = min(left, int(first[f + 1]) - p)
+                entry = int(np.searchsorted(entries[:, 0], f, side="right")) - 1
+                if entries[entry, 2]:
+                    if (ends := arrays[entry]) is None:
+                        return -1 - entry, 0
+                    x = int(begin[f]) + p - int(first[f])
+                    low, high = np.searchsorted(ends, np.array([x, x + take], np.uint64), side="right")
+                    cuts = np.unique(ends[low:high].astype(np.int64)) - x
+            edges = [0, *cuts[cuts < take].tolist(), take] if take else []
+            stretches += [(row, at + a, at + b) for a, b in itertools.pairwise(edges)]
+            at, left, p, f = at + take, left - take, p + take, f + 1
+        if at == width:
+            row, at = row + 1, 0
+    found = longest = number = 0
+    last = -1
+    for row_of, a, b in stretches:
+        if joins.size and a:
+            joins[row_of, a - 1] = True
+        if (size := min(b, inputs) - a) > 0:
+            number, last = (number + 1 if row_of == last else 0), row_of
+            if positions.size:
+                positions[row_of, a : a + size] = np.arange(size)
+            if numbers.size:
+                numbers[row_of, a : a + size] = number
+            if found < sequences.size:
+                sequences[found] = row_of * inputs + a
+            if costs.size:
+                costs[row_of] += size * size
+            found, longest = found + 1, max(longest, size)
+    if found < sequences.size:
+        sequences[found] = row * inputs
+    return found, longest
 
 
 def nanoset_counts(weights: np.ndarray, sizes: Int64s, dataset: Int64s, count: Int64s) -> None:

@@ -1,95 +1,345 @@
-"""Rows of tokens → the tensors that a training step takes."""
+"""Rows of tokens → the tensors that this rank takes in a training step: its stage, its part of each row, its labels.
 
-from collections.abc import Iterator
+rows (b, S + 1) ─▶ what the stage and the cut hold, all that is read ─▶ labels that count ─▶ the layout's names
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ._torch import functional_datapipe
-from .batch import Rows, batcher_of
-from .core import IndexedDataPipe
-from .errors import ConfigurationError
+from .batch import Rows, SampleBatcher, batcher_of
+from .combine import Mapper
+from .core import IndexedDataPipe, Int64s, Unpickled, as_count, sample_node
+from .cut import cut_for
+from .errors import ArgumentTypeError, ConfigurationError, TokenIdError, TopologyError
+from .gather import Columns, Routes, plan_of
+from .labels import LabelRules, as_rules, hidden_rows
+from .layouts import IGNORED_LABEL, Parts, in_microbatches, layout_of, roles_of
+from .topology import Topology
 
 __all__ = ["IGNORED_LABEL", "CausalLMCollator"]
 
-IGNORED_LABEL = -100
-"""The label that torch's cross_entropy ignores."""
+MOST_INT32 = 2**31 - 1
+DTYPES: "dict[str, Any]" = {"int64": np.dtype(np.int64), "int32": np.dtype(np.int32)}
 
 
 @functional_datapipe("collate_causal_lm")
 class CausalLMCollator(IndexedDataPipe):
-    """Makes inputs and next-token labels (functional: `collate_causal_lm`).
+    """Makes what this rank takes of a micro-batch of b rows of S tokens (functional: `collate_causal_lm`).
 
-    An item is a dict:
-        input_ids: int64 (b, sequence_length)
-        label_ids: int64 (b, sequence_length), already shifted: label_ids[r, i] follows input_ids[r, i].
-            Both are views of one buffer. Rows that `exclude` masks have labels −100.
-            (Hugging Face models shift `labels` themselves: give them input_ids as labels, not these.)
-        row_valid: bool (b,), only where `once(tail="pad")` is below; padded rows have labels −100.
+    An item is a dict. The first stage of the pipeline has the inputs, the last one the labels, a stage alone both;
+    s = S, or what a context-parallel rank holds of it. What the rank does not hold is not there, and not read.
+        input_ids: int64 (b, s).
+        label_ids: int64 (b, s), already shifted: label_ids[r, i] follows input_ids[r, i]. −100 where it does not count.
+        label_mask: bool (b, s), on request: which labels count.
+        position_ids: int64 (b, s), on request: from 0 in each document, and in each row.
+        document_ids: int64 (b, s), on request: counted from 0 in each row; padding has numbers of its own.
+        cu_seqlens, max_seqlen: int32 (documents + 1,) and an int, on request: where documents begin in the b·S input
+            tokens of whole rows, end to end, also where a rank holds a part of them.
+        row_places: int64 (b, s), where cp="document": which of its row's tokens each one is.
+        row_valid: bool (b,), only where `once(tail="pad")` is below; no label of a padded row counts.
         source_ids: int64 (b,), on request: indices into `source_names`, −1 for padding.
         sample_numbers: int64 (b,), on request: places in the run's global order, −1 for padding.
+    Inputs and labels are views of one buffer where that can be.
+
+    Args:
+        topology: this process's place; left out, the sharder's.
+        layout: None, or the keys, masks and shift that a framework expects: "nanotron", "torchtitan", "megatron" or
+            "hf" (its models shift labels themselves); see layouts.py for the table.
+        cp: how a row is shared out over context-parallel ranks: "zigzag", "contiguous", "document" (a zigzag in each),
+            or "whole"; left out, the layout's.
+        no_loss_on: labels that do not count beside padding and what `exclude` masks: "joins" (the first token of a
+            document), "end_of_text" (that id), "unscored" (by the file's `.loss` sidecar).
+        ignore_index: what stands in the labels where they do not count, None: the token; left out, the layout's.
+        dtype: "int64" or "int32", of ids and positions.
+        microbatches: n gives (n, b / n, s), as JAXformer's shape; cu_seqlens (n, most + 1), filled up with their last.
+        input_pp_rank, output_pp_rank: the stages with the embedding and the loss (−1: the last); 0 and 0 for a schedule
+            that comes back, as ZBV.
+
+    Raises ConfigurationError for what does not fit together, or documents that no file names; TopologyError where S
+    does not share out.
     """
 
     functional_name = "collate_causal_lm"
     trunk = True
 
-    def __init__(self, datapipe: IndexedDataPipe, source_ids: bool = False, sample_numbers: bool = False) -> None:
+    def __init__(
+        self,
+        datapipe: IndexedDataPipe,
+        source_ids: bool = False,
+        sample_numbers: bool = False,
+        *,
+        topology: "Topology | None" = None,
+        layout: "str | None" = None,
+        cp: "str | None" = None,
+        position_ids: bool = False,
+        document_ids: bool = False,
+        cu_seqlens: bool = False,
+        label_mask: bool = False,
+        no_loss_on: "Sequence[str]" = (),
+        ignore_index: "int | str | None" = "layout",
+        dtype: str = "int64",
+        microbatches: "int | None" = None,
+        input_pp_rank: int = 0,
+        output_pp_rank: int = -1,
+    ) -> None:
         super().__init__(datapipe)
+        if topology is not None and not isinstance(topology, Topology):
+            raise ArgumentTypeError(f"collate_causal_lm takes a Topology, got {topology!r}")
         self.source_ids, self.with_sample_numbers = bool(source_ids), bool(sample_numbers)
+        self.position_ids, self.document_ids = bool(position_ids), bool(document_ids)
+        self.cu_seqlens, self.label_mask = bool(cu_seqlens), bool(label_mask)
+        self.given_topology, self.layout, self.given_cp = topology, layout, cp
+        self.ignore_index, self.dtype = ignore_index, dtype
+        self.microbatches = None if microbatches is None else as_count("microbatches", microbatches)
+        self.pp_ranks = (input_pp_rank, output_pp_rank)
+        self._layout = layout_of(layout)
+        always = ("joins",) if self._layout.joins_with_positions and position_ids else ()
+        self.no_loss_on = as_rules(no_loss_on)
+        self._uncounted = tuple(dict.fromkeys((*self.no_loss_on, *always)))
+        if dtype not in DTYPES:
+            raise ConfigurationError(f"dtype is {dtype!r}; int64 or int32 would do")
+        if ignore_index == "layout":
+            self._ignored = self._layout.ignore_index
+        elif ignore_index is None or (isinstance(ignore_index, int) and not isinstance(ignore_index, bool)):
+            self._ignored = ignore_index
+        else:
+            raise ArgumentTypeError(f"ignore_index must be an integer or None, got {ignore_index!r}")
         self.check()
+
+    # Where it stands --------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         if self.datapipe.steps is None:
             raise ConfigurationError("collate_causal_lm takes micro-batches: put batch_samples before it")
+        place = self.place
+        self._roles = roles = roles_of(place, *self.pp_ranks, self.position_ids)
+        inputs = roles.inputs or (roles.labels and not self._layout.shifted)
+        self._cut = cut_for(place, self.given_cp or self._layout.cp, inputs, roles.labels)
+        columns: Columns | None = None
+        if (place.pp_size > 1 or place.cp_size > 1) and not self._mapped:
+            columns = self._cut.columns(self.sequence_length)
+        self._columns = columns
+        if self._batcher.reads != columns:
+            self.children = (_reading(self.datapipe, columns),)
+        if self.microbatches is not None:
+            self._check_microbatches(self.microbatches)
+        self._check_documents()
+
+    @property
+    def place(self) -> Topology:
+        """This process's place among the ranks."""
+        dealt = self.datapipe.topology or Topology()
+        given = self.given_topology
+        if given is not None and (given.dp_rank, given.dp_size) != (dealt.dp_rank, dealt.dp_size):
+            raise TopologyError(
+                f"collate_causal_lm is given {given}, but the rows below are dealt to dp {dealt.dp_rank} of "
+                f"{dealt.dp_size}; the same Topology for shard_ranks, or none here, would do"
+            )
+        return dealt if given is None else given
+
+    @property
+    def _batcher(self) -> SampleBatcher:
+        batcher = batcher_of(self)
+        assert batcher is not None  # check() saw it
+        return batcher
+
+    @property
+    def _mapped(self) -> bool:
+        """Whether a function stands between the batcher and here: it is given whole rows."""
+        node = self.datapipe
+        while not isinstance(node, (Mapper, SampleBatcher)):
+            node = node.datapipe
+        return isinstance(node, Mapper)
+
+    @property
+    def _routes(self) -> Routes:
+        return plan_of(sample_node(self))
+
+    @property
+    def _documents_asked(self) -> bool:
+        joins = self._roles.labels and "joins" in self._uncounted
+        held = self._cut.by_document and (self._cut.inputs or self._cut.labels)
+        return self._positions_asked or self.document_ids or self.cu_seqlens or held or joins
+
+    @property
+    def _positions_asked(self) -> bool:
+        return self.position_ids and (self._roles.inputs or not self._layout.positions_first)
+
+    @property
+    def _label_rules(self) -> "LabelRules | None":
+        """What says which labels count; None: nothing but rows that are hidden."""
+        if self._ruled and self._rules.value is None:
+            self._rules.value = LabelRules(self._uncounted, self._routes)
+        return self._rules.value
+
+    def _check_documents(self) -> None:
+        gather = self._routes.gather
+        self._rules = Unpickled()
+        self._ruled = self._roles.labels and bool(self._uncounted or (gather is not None and gather.lays_out))
+        self._asks = self._documents_asked
+        if gather is None and (self._asks or self._ruled):
+            raise ConfigurationError(
+                "where documents begin is known of windows of token files alone; a map or zip below makes other rows: "
+                "without position_ids, document_ids, cu_seqlens, no_loss_on and cp='document' it would do"
+            )
+        if gather is not None and self._asks and (missing := gather.documents.missing):
+            raise ConfigurationError(
+                f"{missing[0]}: stores no document ends, so where documents begin in a row is not known; "
+                "TokenReader(…, end_of_text=ID) finds them, a file of `tokenpipe tokenize` has them"
+            )
+        _ = self._label_rules  # or it says now what is missing
+
+    def _check_microbatches(self, count: int) -> None:
+        for what, number, divisor, by in (
+            ("the micro-batch", self._batcher.micro_batch_size, count, "microbatches"),
+            ("microbatches", count, self.place.pp_size, "pp_size"),
+            ("sequence_length", self.sequence_length, self.place.tp_size, "tp_size"),
+        ):
+            if number % divisor:
+                below = number - number % divisor
+                fits = f"{below} or {below + divisor}" if below else f"{divisor}"
+                raise ConfigurationError(f"{what} is {number}, no multiple of {by}={divisor}; {fits} would do")
+        if self.tail == "uneven":
+            raise ConfigurationError("microbatches= needs batches of one size; once(tail='pad') or 'drop' would do")
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"source_ids": self.source_ids, "sample_numbers": self.with_sample_numbers}
+        said = {
+            "source_ids": self.source_ids, "sample_numbers": self.with_sample_numbers, "layout": self.layout,
+            "cp": self.given_cp, "position_ids": self.position_ids, "document_ids": self.document_ids,
+            "cu_seqlens": self.cu_seqlens, "label_mask": self.label_mask, "no_loss_on": list(self.no_loss_on),
+            "microbatches": self.microbatches, "dtype": self.dtype if self.dtype != "int64" else None,
+        }  # fmt: skip
+        said = {key: value for key, value in said.items() if value}
+        return said if self.ignore_index == "layout" else {**said, "ignore_index": self.ignore_index}
 
     @property
     def notes(self) -> str:
-        return f"sequence_length {self.sequence_length}"
+        said, place, roles = [f"sequence_length {self.sequence_length}"], self.place, self._roles
+        if place.pp_size > 1:
+            held = [name for name, there in (("inputs", roles.inputs), ("labels", roles.labels)) if there]
+            said.append(f"pp {place.pp_rank} of {place.pp_size}: {' and '.join(held) or 'no tokens'}")
+        if place.cp_size > 1:
+            said.append(f"cp {place.cp_rank} of {place.cp_size}: {self._cut.how}")
+        return ", ".join(said)
 
     @property
     def source_names(self) -> "list[str]":
         """What the indices in `source_ids` stand for."""
-        batcher = batcher_of(self)
-        assert batcher is not None  # check() saw it
-        return batcher.source_names
+        return self._batcher.source_names
 
-    def fetch(self, numbers: Any, columns: Any = None) -> "list[dict[str, torch.Tensor]]":
+    # Items ------------------------------------------------------------------------------------------------------
+
+    def fetch(self, numbers: Any, columns: Any = None) -> "list[Any]":
         if columns is not None:
             raise ConfigurationError("columns choose tokens of a row; a collated batch has none left to choose")
-        return [self.collate(rows) for rows in self.datapipe.fetch(self.checked(numbers))]
+        numbers = self.checked(numbers)
+        if self._nothing:
+            return [self._layout.arrange({}, self._roles) for _ in range(numbers.size)]
+        return [self.collate(rows) for rows in self.datapipe.fetch(numbers)]
 
     def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Any]:
+        if self._nothing:
+            stop = self.end if stop is None else min(stop, self.end)
+            return (self._layout.arrange({}, self._roles) for _ in range(start, stop))
         return map(self.collate, self.datapipe.iterate(start, stop))
 
-    def collate(self, rows: Rows) -> "dict[str, torch.Tensor]":
-        tokens = rows.tokens  # (b, s + 1)
+    @property
+    def _nothing(self) -> bool:
+        """Whether this stage takes nothing of a batch: then none is routed, and nothing read."""
+        asked = self._asks or self.source_ids or self.with_sample_numbers
+        return not (self._roles.inputs or self._roles.labels or asked)
+
+    def collate(self, rows: Rows) -> Any:
+        """One micro-batch as this rank takes it."""
+        parts, cut, roles, documents, where = Parts(), self._cut, self._roles, None, None
+        if self._asks:
+            gather, width = self._routes.gather, self.sequence_length + 1
+            assert gather is not None and rows.places is not None  # check() saw it
+            joins = roles.labels and "joins" in self._uncounted
+            documents = gather.documents.fill(
+                rows.places, width, self._positions_asked, self.document_ids, joins, self.cu_seqlens
+            )
+            where = cut.where(gather, rows.places, width)
+        inputs, labels = self._held(rows, where)
+        if roles.inputs:
+            parts["input_ids"] = inputs
+        if labels is not None:
+            rules, counts = self._label_rules, None
+            if rules is not None:
+                counts = rules.counting(rows, labels, documents, cut, where)
+            self._label(parts, inputs, labels, counts, hidden_rows(rows))
+        if documents is not None:
+            for key in ("position_ids", "document_ids"):
+                if (array := getattr(documents, key)) is not None:
+                    parts[key] = cut.take(array, where).astype(DTYPES[self.dtype], copy=False)
+            if documents.cu_seqlens is not None:
+                parts |= {"cu_seqlens": documents.cu_seqlens, "max_seqlen": documents.max_seqlen}
+        if self._layout.positions and roles.inputs and "position_ids" not in parts:
+            line = cut.take(np.arange(self.sequence_length, dtype=DTYPES[self.dtype])[None], where)
+            parts["position_ids"] = np.tile(line, (inputs.shape[0] // line.shape[0], 1))
+        if where is not None:
+            parts["row_places"] = where
+        if rows.valid is not None:
+            parts["row_valid"] = rows.valid
+        if self.source_ids:
+            parts["source_ids"] = rows.sources.copy()
+        if self.with_sample_numbers:
+            parts["sample_numbers"] = rows.sample_numbers.copy()
+        if self.microbatches is not None:
+            parts = in_microbatches(parts, self.microbatches)
+        tensors = {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in parts.items()}
+        return self._layout.arrange(tensors, roles)
+
+    def _held(self, rows: Rows, where: "Int64s | None") -> "tuple[np.ndarray | None, np.ndarray | None]":
+        """The inputs and the labels that this rank holds, each (b, s), None for what it does not."""
+        tokens = rows.tokens
         if not isinstance(tokens, np.ndarray) or tokens.ndim != 2 or tokens.dtype.kind not in "iu":
             raise ConfigurationError(
                 "collate_causal_lm takes rows of integer tokens of one length; a map before it made "
                 f"{type(tokens[0]).__name__ if isinstance(tokens, list) and tokens else type(tokens).__name__}"
             )
-        tokens = np.asarray(tokens, np.int64)
-        batch = {}
-        hidden = rows.masked
-        if rows.valid is not None and not rows.valid.all():
-            hidden = ~rows.valid if hidden is None else ~rows.valid | hidden
-        if hidden is not None and hidden.any():
-            labels = tokens[:, 1:].copy()
-            labels[hidden] = IGNORED_LABEL
-            batch["input_ids"] = torch.from_numpy(tokens[:, :-1])
-            batch["label_ids"] = torch.from_numpy(labels)
+        if self.dtype == "int32" and tokens.size and int(tokens.max()) > MOST_INT32:
+            raise TokenIdError(f"token id {tokens.max()} does not fit dtype='int32'; 'int64' would do")
+        tokens = tokens.astype(DTYPES[self.dtype], copy=False)
+        if self._columns is None or rows.places is None:
+            return self._cut.whole(tokens, where)
+        return self._cut.split(tokens)
+
+    def _label(
+        self,
+        parts: Parts,
+        inputs: "np.ndarray | None",
+        labels: np.ndarray,
+        counts: "np.ndarray | None",
+        hidden: "np.ndarray | None",
+    ) -> None:
+        """Puts in the labels (b, s), and which of them count. counts: bool (b, s); hidden: bool (b,)."""
+        if hidden is not None:
+            counts = np.ones(labels.shape, np.bool_) if counts is None else counts
+            counts[hidden] = False
+        if self._ignored is not None and counts is not None and not counts.all():
+            labels = np.where(counts, labels, labels.dtype.type(self._ignored))
+        if self._layout.shifted:
+            parts["label_ids"] = labels
+        elif self.place.cp_size > 1:  # what follows a rank's last token is another's
+            assert inputs is not None  # they are read where labels are
+            parts |= {"label_ids": inputs.copy(), "shift_labels": labels}
         else:
-            batch["input_ids"] = torch.from_numpy(tokens[:, :-1])  # (b, s)
-            batch["label_ids"] = torch.from_numpy(tokens[:, 1:])  # (b, s)
-        if rows.valid is not None:
-            batch["row_valid"] = torch.from_numpy(rows.valid)
-        if self.source_ids:
-            batch["source_ids"] = torch.from_numpy(rows.sources.copy())
-        if self.with_sample_numbers:
-            batch["sample_numbers"] = torch.from_numpy(rows.sample_numbers.copy())
-        return batch
+            assert inputs is not None
+            parts["label_ids"] = np.concatenate([inputs[:, :1], labels[:, :-1]], axis=1)
+            if hidden is not None and self._ignored is not None:
+                parts["label_ids"][hidden, 0] = self._ignored
+        if self.label_mask or self._layout.masked:
+            parts["label_mask"] = np.ones(labels.shape, np.bool_) if counts is None else counts
+
+
+def _reading(node: IndexedDataPipe, columns: "Columns | None") -> IndexedDataPipe:
+    """The same batches of which the batcher reads no more than these columns."""
+    if isinstance(node, SampleBatcher):
+        return node.reading(columns)
+    return node.with_children(_reading(node.datapipe, columns))

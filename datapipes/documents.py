@@ -21,6 +21,7 @@ import numpy as np
 
 from ._torch import functional_datapipe
 from .core import IndexedDataPipe, Int64s, Unpickled, as_count, as_numbers
+from .document_ends import checked_ends, find_ends
 from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError, TokenFileError
 from .formats import DocumentIds, TokenLayout
 from .formats.ids import open_document_ids
@@ -30,7 +31,6 @@ from .scores import check_score, is_number, read_scores, score_path, within
 
 __all__ = ["DocumentSelector", "split_by_score"]
 
-CHUNK = 1 << 17  # documents looked at in one go
 BY = ("number", "id")
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
@@ -190,14 +190,16 @@ class DocumentSelector(TokenSpace):
         starts, stops = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         chosen = below = 0
         number = reader.first_document
+        find_ends(reader.files)
         for file, first in zip(reader.files, reader.first_tokens.tolist(), strict=False):
             if not file.documents:
                 raise ConfigurationError(
                     f"{file.path}: stores no document ends, so documents of source {reader.name!r} cannot be chosen; "
-                    "a file from TokenFileWriter or `tokenpipe tokenize` has them"
+                    "a file from TokenFileWriter or `tokenpipe tokenize` has them, TokenReader(..., end_of_text=ID) "
+                    "finds them"
                 )
             sidecars = [rule._sidecar(file) for rule in rules]
-            for at, ends in _document_ends(file):
+            for at, ends in checked_ends(file):
                 asked = _Asked(file, at, number + np.arange(at, at + ends.size - 1), np.diff(ends))
                 masks = [rule._mask(asked, beside) for rule, beside in zip(rules, sidecars, strict=True)]
                 lower = np.logical_and.reduce(masks[1:]) if len(masks) > 1 else np.ones(ends.size - 1, np.bool_)
@@ -296,19 +298,6 @@ def _as_share(share: Any) -> tuple[float, float]:
 
 
 # Documents and pieces -----------------------------------------------------------------------------------
-
-
-def _document_ends(file: TokenLayout) -> Any:
-    """(first document, its begin and then the ends of up to CHUNK documents) of a file, checked."""
-    stored, last = file.document_ends(), 0
-    for at in range(0, file.documents, CHUNK):
-        ends = np.concatenate([np.array([last], np.int64), stored[at : at + CHUNK].astype(np.int64)])
-        if (np.diff(ends) < 0).any() or ends[-1] > file.tokens:
-            raise TokenFileError(f"{file.path}: its document ends are damaged near document {at}: they must increase")
-        last = int(ends[-1])
-        yield at, ends
-    if last != file.tokens:
-        raise TokenFileError(f"{file.path}: its document ends stop at token {last} of {file.tokens}")
 
 
 def _merged(starts: Int64s, stops: Int64s, borders: Int64s) -> Pieces:

@@ -105,7 +105,25 @@ class FluentMethods:
             global_batch_size: int | Sequence[tuple[int, int]] | None = None,
         ) -> SampleBatcher: ...
 
-        def collate_causal_lm(self, source_ids: bool = False, sample_numbers: bool = False) -> CausalLMCollator: ...
+        def collate_causal_lm(
+            self,
+            source_ids: bool = False,
+            sample_numbers: bool = False,
+            *,
+            topology: Topology | None = None,
+            layout: str | None = None,
+            cp: str | None = None,
+            position_ids: bool = False,
+            document_ids: bool = False,
+            cu_seqlens: bool = False,
+            label_mask: bool = False,
+            no_loss_on: Sequence[str] = (),
+            ignore_index: int | str | None = "layout",
+            dtype: str = "int64",
+            microbatches: int | None = None,
+            input_pp_rank: int = 0,
+            output_pp_rank: int = -1,
+        ) -> CausalLMCollator: ...
 
         def map_items(self, fn: Callable[[Any], Any], seeded: bool = True) -> Mapper: ...
 

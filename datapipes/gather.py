@@ -6,11 +6,12 @@ each node makes its own items, and they are put back in order.
 """
 
 import contextlib
+import functools
 import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from .kernels import kernel
 from .pages import WATCH
 from .read import TokenSpace
 from .slice import TokenWindows
+
+if TYPE_CHECKING:
+    from .row_documents import RowDocuments
 
 __all__ = ["Columns", "Routes", "TokenGather", "fetch_items", "plan_of"]
 
@@ -99,6 +103,18 @@ class TokenGather:
         with _REGISTERING:
             _GATHERS.add(self)
         self._lock = threading.Lock()  # a map may not be dropped while another thread copies from it
+
+    @property
+    def lays_out(self) -> bool:
+        """Whether windows of some spaces are looked up, stretch by stretch; there may be padding between these."""
+        return bool(self._laid_out)
+
+    @functools.cached_property
+    def documents(self) -> "RowDocuments":
+        """Where documents begin in these rows."""
+        from .row_documents import RowDocuments
+
+        return RowDocuments(self)
 
     def rows(
         self,

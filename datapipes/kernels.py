@@ -9,19 +9,17 @@ a process could find the new index and still the old code. Of processes that sta
 the others wait for its lock and load it.
 """
 
-import contextlib
 import functools
 import hashlib
 import os
 import platform
-import stat
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from . import _kernels_numpy
+from .cache import alone, own_folder, users_cache
 
 __all__ = ["compiled", "kernel", "load_kernels"]
 
@@ -70,60 +68,20 @@ def _compile(name: str) -> Callable[..., Any]:
     before = config.CACHE_DIR
     config.CACHE_DIR = before or str(folder)
     try:
-        with _alone(folder / f"{name}.lock"):
+        with alone(folder / f"{name}.lock", LONGEST_WAIT):
             return numba.njit(signature, nogil=True, cache=True)(function)
     finally:
         config.CACHE_DIR = before
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Holds a lock that dies with the process; goes on without it where there is none to be had in good time."""
-    handle = None
-    try:
-        import fcntl
-
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        until = time.monotonic() + LONGEST_WAIT
-        while time.monotonic() < until:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.02)  # flock without LOCK_NB would wait for a stopped process for ever
-    except (ImportError, OSError):
-        pass  # no such locks on this system: each process compiles for itself
-    try:
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 
 def _cache_folder() -> "Path | None":
     """A folder of this user and node alone, or None: numba's cache holds pickles, so nobody else may
     write there, and a home on a network disk is shared by nodes with other processors.
     """
-    user, bases = os.getuid() if hasattr(os, "getuid") else -1, []
-    with contextlib.suppress(RuntimeError):  # no home
-        bases = [Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "tokenpipe" / "kernels"]
-    if user >= 0:
-        # a name that others can guess, where they may write: nothing is used there that is not ours
-        shared = Path(os.environ.get("TMPDIR") or "/tmp") / f"tokenpipe-{user}"
-        bases += [shared] if _own_folder(shared, user) else []
+    user = os.getuid() if hasattr(os, "getuid") else -1
     below = Path(platform.node() or "node", _version())
-    return next((folder for base in bases if (folder := _own_folder(base / below, user))), None)
-
-
-def _own_folder(path: Path, user: int) -> "Path | None":
-    """The folder, made if need be, if it is this user's (−1: any) and nobody else may write there."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.lstat()
-    except OSError:
-        return None
-    mine = stat.S_ISDIR(status.st_mode) and (user < 0 or status.st_uid == user)
-    return path if mine and not status.st_mode & 0o022 and os.access(path, os.W_OK) else None
+    bases = (base / "kernels" / below for base in users_cache(user))
+    return next((folder for base in bases if (folder := own_folder(base, user))), None)
 
 
 def _version() -> str:

@@ -13,6 +13,7 @@ its numbering is the source's (from `first_token` on, where it is a part of the 
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,10 +21,12 @@ import numpy as np
 
 from .arguments import given_with
 from .core import IndexedDataPipe, Int64s, Unpickled, as_count, in_blocks
+from .document_ends import find_ends
 from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError, TokenIdError
 from .fingerprint import files_fingerprint
 from .formats import DocumentIds, TokenLayout, read_layout
 from .formats.ids import open_document_ids
+from .formats.own import read_header
 
 if TYPE_CHECKING:
     from .documents import DocumentSelector
@@ -112,6 +115,13 @@ class TokenSpace(IndexedDataPipe):
         piece = np.searchsorted(source, numbers, side="right") - 1
         return np.where(piece >= 0, np.minimum(first[piece] + numbers - source[piece], first[piece + 1]), 0)
 
+    def places_among(self, numbers: range, apart: int) -> Int64s:
+        """Places of some of the source's tokens `numbers`, such that of `apart` tokens of a row in one piece that hold
+        one of `numbers`, one is among them.
+        """
+        first, stop = self.places_below(np.array([numbers.start, numbers.stop], np.int64)).tolist()
+        return np.append(np.arange(first, stop, apart), stop - 1) if first < stop else np.empty(0, np.int64)
+
     def file_of(self, tokens: Int64s) -> tuple[Int64s, Int64s]:
         """(n,) places in the space → ((n,) index of the file that holds each, (n,) its place in that file)."""
         numbers = self.source_numbers(tokens)
@@ -165,15 +175,18 @@ class TokenReader(TokenSpace):
         name: the source's name; left out: the first file's stem. It is part of the order (each source has
             permutations of its own), so a source that keeps its name may move to another path.
         vocab_size: ids at or above it raise TokenIdError, in the header or in the batch that reads them.
+        end_of_text: the id that closes documents. Files that store no document ends are scanned for it once, when their
+            documents are first asked for; what was found is kept (see cache.py).
 
     Raises TokenFileError for a missing, empty, cut or damaged file; ConfigurationError for a dtype that
-    is missing or wrong.
+    is missing or wrong, or an end_of_text that cannot be, or is not what a header says.
     """
 
     functional_name = "TokenReader"
     decides_order = False
     vocab_size: "int | None" = None
     files: "tuple[TokenLayout, ...]" = ()
+    given_end_of_text: "int | None" = None
     first_token = 0
     """The source number of this reader's first token: not 0 where it is a `part` of the source."""
     first_document = 0
@@ -185,6 +198,7 @@ class TokenReader(TokenSpace):
         dtype: object = None,
         name: "str | None" = None,
         vocab_size: "int | None" = None,
+        end_of_text: "int | None" = None,
     ) -> None:
         super().__init__()
         several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
@@ -198,8 +212,41 @@ class TokenReader(TokenSpace):
         for file in self.files:
             if self.vocab_size is not None and (file.max_token_id or 0) >= self.vocab_size:
                 raise TokenIdError(f"{file.path}: holds token id {file.max_token_id}, vocab_size is {self.vocab_size}")
+        if end_of_text is not None:
+            self._close_by(as_count("end_of_text", end_of_text, 0))
         self._content: str | None = None
         self._first, self._gather, self._ids = Unpickled(), Unpickled(), Unpickled()
+
+    def _close_by(self, end_of_text: int) -> None:
+        """Files without document ends get them from this id."""
+        for file in self.files:
+            header = read_header(file.path)
+            if header is not None and header.end_of_text not in (None, end_of_text):
+                raise ConfigurationError(
+                    f"{file.path}: its header says that id {header.end_of_text} closes documents, and end_of_text is "
+                    f"{end_of_text}; leave it out for files with a header"
+                )
+            most = min(int(np.iinfo(file.dtype).max), (self.vocab_size or 2**63) - 1)
+            if end_of_text > most:
+                raise ConfigurationError(
+                    f"{file.path}: end_of_text={end_of_text} is no id of its {file.dtype.name} tokens; they are "
+                    f"0 … {most}"
+                )
+        self.given_end_of_text = end_of_text
+        self.files = tuple(
+            file if file.stored_documents else replace(file, end_of_text=end_of_text) for file in self.files
+        )
+
+    @property
+    def end_of_text(self) -> "int | None":
+        """The id that closes documents: the one given, else what the files' headers say; None where nobody knows, or
+        they say different ones.
+        """
+        if self.given_end_of_text is not None:
+            return self.given_end_of_text
+        headers = [read_header(file.path) for file in self.files if file.stored_documents]
+        known = {header.end_of_text for header in headers if header is not None} - {None}
+        return known.pop() if len(known) == 1 else None
 
     def with_more(self, more: "TokenReader") -> "TokenReader":
         """A reader of the same source with another reader's files behind its own."""
@@ -270,7 +317,8 @@ class TokenReader(TokenSpace):
         return np.where((places >= 0) & (places < self.samples_per_pass), places, -1)
 
     def document_ends(self) -> Int64s:
-        """int64 (documents,): cumulative document ends of all files that store them, as source numbers."""
+        """int64 (documents,): cumulative document ends of all files that have them, as source numbers."""
+        find_ends(self.files)
         ends = [
             file.document_ends().astype(np.int64) + first
             for file, first in zip(self.files, self.first_tokens[:-1], strict=True)
@@ -326,7 +374,11 @@ class TokenReader(TokenSpace):
         first, stop = self.first_document, self.first_document + sum(file.documents for file in self.files)
         raise OutOfRangeError(
             f"source {self.name!r} has no document {document}: "
-            + (f"it has {first} … {stop - 1}" if stop > first else "its files store no document ends")
+            + (
+                f"it has {first} … {stop - 1}"
+                if stop > first
+                else "its files store no document ends; end_of_text=ID finds them"
+            )
         )
 
     def find_documents(self, document_id: str) -> list[int]:

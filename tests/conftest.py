@@ -3,6 +3,7 @@
 import itertools
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: "list[pytest.Ite
     if left_out and not any("[" in argument for argument in config.invocation_params.args):  # asked for by name: runs
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def index_cache(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Path]":
+    """Where the tests and their processes keep document ends and plans of rows: not where the user does."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("index-cache")
+        patch.setenv("TOKENPIPE_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture

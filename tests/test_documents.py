@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenpipe.datapipes import DocumentSelector, TokenFileWriter, TokenReader, Topology, documents, overlap
+from tokenpipe.datapipes import DocumentSelector, TokenFileWriter, TokenReader, Topology, document_ends, overlap
 from tokenpipe.datapipes.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -120,11 +120,11 @@ def test_how_many_documents_are_looked_at_in_one_go_is_no_matter(source, files, 
     reader = source("prose", files)
     wanted = sorted(n for n in wanted if n < sum(map(len, files))) or [0]
     whole = reader.select_documents(documents=wanted).pieces
-    before, documents.CHUNK = documents.CHUNK, chunk
+    before, document_ends.CHUNK = document_ends.CHUNK, chunk
     try:
         cut = reader.select_documents(documents=wanted).pieces
     finally:
-        documents.CHUNK = before
+        document_ends.CHUNK = before
     assert [a.tolist() for a in whole] == [a.tolist() for a in cut]
 
 

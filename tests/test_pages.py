@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenpipe.datapipes import TokenFileWriter, TokenReader, Topology, kernels, pages
+from tokenpipe.datapipes import TokenFileWriter, TokenReader, Topology, cache, kernels, pages
 from tokenpipe.datapipes.errors import ConfigurationError, SourceExhaustedError, TokenFileError
 from tokenpipe.datapipes.gather import TokenGather, all_gathers, let_go
 
@@ -207,9 +207,9 @@ def test_a_cache_folder_is_taken_only_if_nobody_else_can_write_there(tmp_path, m
     assert kernels._cache_folder() is None
 
 
-def test_a_kernel_is_compiled_also_while_a_process_that_holds_its_lock_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "LONGEST_WAIT", 0.1)
-    with kernels._alone(tmp_path / "a.lock"), kernels._alone(tmp_path / "a.lock"), kernels._alone(tmp_path / "b" / "c"):
+def test_a_kernel_is_compiled_also_while_a_process_that_holds_its_lock_is_stopped(tmp_path):
+    first, second, nowhere = tmp_path / "a.lock", tmp_path / "a.lock", tmp_path / "b" / "c"
+    with cache.alone(first, 0.1), cache.alone(second, 0.1), cache.alone(nowhere, 0.1):
         assert (tmp_path / "a.lock").exists()
 
 

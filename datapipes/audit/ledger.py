@@ -327,10 +327,10 @@ def _find(node: IndexedDataPipe, source: str, tokens: range, lo: int, hi: int) -
     """
     if isinstance(node, TokenWindows):
         if not isinstance(node, GoneSource) and source in (node.name, node.reader.origin.name):
-            # a row's labels are sequence_length tokens in one piece: no row slips between places so far apart
-            first, stop = node.reader.places_below(np.array([tokens.start, tokens.stop], np.int64)).tolist()
-            if first < stop:
-                yield node.numbers_at(np.append(np.arange(first, stop, node.sequence_length), stop - 1), hi, lo)
+            # a row's labels are sequence_length tokens: no row slips between places so far apart
+            places = node.reader.places_among(tokens, node.sequence_length)
+            if places.size:
+                yield node.numbers_at(places, hi, lo)
         return
     if makes_items(node):
         _check_origin(node)

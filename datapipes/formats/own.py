@@ -33,15 +33,17 @@ from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..atomic import NewFile
 from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError, TokenIdError
-from .layout import DTYPES, TokenLayout, as_dtype, local_path
+from .layout import DTYPES, TokenLayout, as_dtype, local_path, loss_path
 
 __all__ = ["TokenFileHeader", "TokenFileWriter", "read_header", "token_dtype", "verify_token_file"]
 
 MAGIC = b"TOKPIPE\0"
 HEADER = 256
+_BLOCK = 1 << 20
 _HEADER = struct.Struct("<8sIIQQQQQ32s64s32s68x")
 _CODES = {1: "uint8", 2: "uint16", 3: "uint32", 4: "int32", 5: "int64"}
 
@@ -172,11 +174,18 @@ class TokenFileWriter:
         self.tokens = self.documents = self._largest = 0
         self._new = NewFile(self.path)
         self._file = self._new.file
+        self._loss: NewFile | None = None
         self._ends: IO[bytes] = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115 - closed in close
         self._file.write(bytes(HEADER))
 
-    def write(self, document: "Iterable[int] | np.ndarray") -> None:
-        """Appends one document (1-D integers, its end-of-text id included if it shall have one)."""
+    def write(
+        self, document: "Iterable[int] | np.ndarray", loss: "Iterable[bool] | npt.NDArray[np.bool_] | None" = None
+    ) -> None:
+        """Appends one document (1-D integers, its end-of-text id included if it shall have one).
+
+        loss: a bool a token, whether it counts as a label: then `FILE.loss` stands beside the file (see
+        loss_masks.py), in which tokens of documents without one all count.
+        """
         if self._file.closed:
             raise ConfigurationError(f"{self.path}: the writer is closed; a token file is written in one go")
         if not isinstance(document, np.ndarray):
@@ -194,14 +203,22 @@ class TokenFileWriter:
             )
         else:
             ids = document
-        self.write_many(ids, np.array([ids.size], np.uint64))
+        mask = None
+        if loss is not None:
+            mask = np.asarray(loss if isinstance(loss, np.ndarray) else list(loss))
+            if mask.shape != ids.shape or (mask.dtype != np.bool_ and mask.size):
+                raise ArgumentTypeError(
+                    f"loss is a bool a token, here ({ids.size},); got {mask.dtype} {mask.shape} {loss!r:.80}"
+                )
+        self.write_many(ids, np.array([ids.size], np.uint64), None if mask is None else mask.astype(np.bool_))
 
-    def write_many(self, tokens: np.ndarray, ends: np.ndarray) -> None:
+    def write_many(self, tokens: np.ndarray, ends: np.ndarray, loss: "npt.NDArray[np.bool_] | None" = None) -> None:
         """Appends whole documents in one go, with the same bytes as one by one.
 
         Args:
             tokens: integers (t,), the documents end to end.
             ends: integers (n,), cumulative document ends in `tokens`; the last is t. Empty documents are left out.
+            loss: bool (t,), which tokens count as labels; left out, all.
         """
         if self._file.closed:
             raise ConfigurationError(f"{self.path}: the writer is closed; a token file is written in one go")
@@ -209,6 +226,8 @@ class TokenFileWriter:
         ends = ends[np.diff(ends, prepend=0) != 0]
         if tokens.size != (ends[-1] if ends.size else 0) or np.any(np.diff(ends, prepend=0) < 0):
             raise ConfigurationError(f"document ends must rise up to the {tokens.size} tokens they cut")
+        if loss is not None and (loss.dtype != np.bool_ or loss.shape != tokens.shape):
+            raise ArgumentTypeError(f"loss is bool ({tokens.size},), got {loss.dtype} {loss.shape}")
         if not tokens.size:
             return
         largest, smallest = int(tokens.max()), int(tokens.min())
@@ -222,9 +241,18 @@ class TokenFileWriter:
             )
         self._largest = max(self._largest, largest)
         self._put(tokens.astype(self.dtype, copy=False).tobytes())
+        self._put_loss(tokens.size, loss)
         self._ends.write((ends + self.tokens).astype("<u8").tobytes())
         self.tokens += tokens.size
         self.documents += ends.size
+
+    def _put_loss(self, tokens: int, loss: "npt.NDArray[np.bool_] | None") -> None:
+        if loss is not None and self._loss is None:
+            self._loss = NewFile(loss_path(self.path))
+            for first in range(0, self.tokens, _BLOCK):  # of the documents that had none so far
+                self._loss.file.write(b"\1" * min(_BLOCK, self.tokens - first))
+        if self._loss is not None:
+            self._loss.file.write(b"\1" * tokens if loss is None else loss.astype(np.uint8).tobytes())
 
     def _put(self, data: bytes) -> None:
         self._file.write(data)
@@ -256,12 +284,19 @@ class TokenFileWriter:
         )  # fmt: skip
         self._file.seek(0)
         self._file.write(head + zlib.crc32(head).to_bytes(4, "little"))
+        # first the mask, or nobody's mask away: no token file is ever beside another one's
+        if self._loss is not None:
+            self._loss.keep()
+        else:
+            loss_path(self.path).unlink(missing_ok=True)
         self._new.keep()
         self._ends.close()
 
     def abort(self) -> None:
         """Throws away what was written; `path` stays as it was."""
         self._new.drop()
+        if self._loss is not None:
+            self._loss.drop()
         with contextlib.suppress(OSError):  # a full disk fails again where a buffer is flushed
             self._ends.close()
 

@@ -271,7 +271,8 @@ class _Builder:
                     (*place, "topology"),
                     "the topology belongs to the machine, not to the run: load_recipe(..., topology=)",
                 )
-            arguments["topology"], self.dealt = self.topology or Topology(), True
+            if parameters["topology"].default is inspect.Parameter.empty:  # else it is the sharder's
+                arguments["topology"], self.dealt = self.topology or Topology(), True
         if "micro_batch_size" in parameters and self.micro_batch_size is not None:
             arguments["micro_batch_size"], self.batched = self.micro_batch_size, True
         for argument, value in arguments.items():

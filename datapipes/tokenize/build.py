@@ -26,6 +26,7 @@ from ..atomic import sync_folder
 from ..core import as_count
 from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError
 from ..formats.ids import DocumentIdsWriter, ids_path
+from ..formats.layout import loss_path
 from ..formats.own import TokenFileWriter, token_dtype
 from ..permute import derive_key, permute_numbers
 from .documents import InputFile, Span, cut_into_pieces, list_inputs
@@ -373,5 +374,6 @@ def _put_in_place(made: Path, target: Path, with_ids: bool) -> None:
         ids_path(made).replace(ids_path(target))
     else:
         ids_path(target).unlink(missing_ok=True)  # those of the file that stood here before
+    loss_path(target).unlink(missing_ok=True)
     made.replace(target)
     sync_folder(target.parent)

@@ -1,0 +1,56 @@
+"""Which tokens count as labels: a mask beside a token file, `FILE.loss`, one byte a token (1: counts, 0: does not).
+
+That is datatrove's `X.ds.loss`, here for any kind of token file (chats of which the answers alone are learnt). A mask is
+laid out as a token file of its own, so the gather that copies rows of tokens copies rows of masks from the same places.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import TokenFileError
+from .formats import DTYPES, TokenLayout
+from .formats.layout import loss_path
+
+__all__ = ["as_loss_mask", "has_loss_masks", "loss_layouts", "loss_path"]
+
+
+def loss_layouts(files: Sequence[TokenLayout]) -> "tuple[TokenLayout, ...]":
+    """The masks of token files, in their order: uint8, one a token, from byte 0 on.
+
+    Raises TokenFileError for one that is missing, or has not one byte a token.
+    """
+    return tuple(_layout(file, loss_path(file.path)) for file in files)
+
+
+def has_loss_masks(files: Sequence[TokenLayout]) -> bool:
+    """Whether any of the files has a mask: then `loss_layouts` says which one has none."""
+    return any(loss_path(file.path).exists() for file in files)
+
+
+def _layout(file: TokenLayout, path: Path) -> TokenLayout:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise TokenFileError(
+            error.errno, f"no loss mask of {os.fspath(file.path)}: {error.strerror}", str(path)
+        ) from error
+    if size != file.tokens:
+        raise TokenFileError(
+            f"{path}: {size} bytes of loss mask for the {file.tokens} tokens of {file.path}; one byte a token would do"
+        )
+    return TokenLayout(str(path), DTYPES["uint8"], 0, size, size)
+
+
+def as_loss_mask(values: "npt.NDArray[np.integer]", source: str = "") -> "npt.NDArray[np.bool_]":
+    """Bytes of a mask, of any shape, as bool. Raises TokenFileError, naming `source`, for one that is neither 0 nor 1."""
+    if values.size and (int(values.max()) > 1 or int(values.min()) < 0):
+        wrong = int(values[(values > 1) | (values < 0)][0])
+        raise TokenFileError(
+            f"{source or 'a token file'}: its loss mask has a byte {wrong}; 0 and 1 alone say whether a token counts: "
+            "the file is damaged, or is no mask"
+        )
+    return values.astype(np.bool_)
