@@ -310,6 +310,14 @@ def row_documents(place, count, width, inputs, first, begin, entries, positions,
     return np.int64(found), np.int64(longest)
 
 
+def mask_labels(labels, counts, ignored, out):
+    """out[r, i] = labels[r, i] where counts[r, i], else `ignored`. labels may be a view."""
+    for row in range(labels.shape[0]):
+        source, mask, target = labels[row], counts[row], out[row]
+        for i in range(target.size):
+            target[i] = source[i] if mask[i] else ignored
+
+
 def nanoset_counts(weights, sizes, dataset, count):
     """The greedy blend of Nanoset and Megatron: dataset[i] is the source of sample i, count[i] how many
     of that source came before it (an error-minimising choice, first index on ties).
@@ -329,7 +337,8 @@ def nanoset_counts(weights, sizes, dataset, count):
 
 
 KERNELS = {
-    kernel.__name__: kernel for kernel in (permute, blend_route, blend_unroute, gather, row_documents, nanoset_counts)
+    kernel.__name__: kernel
+    for kernel in (permute, blend_route, blend_unroute, gather, mask_labels, row_documents, nanoset_counts)
 }
 
 _I64 = "int64[::1]"
@@ -341,5 +350,6 @@ SIGNATURES = {
     "gather": f"int64({_I64}, {_I64}, {_I64}, {_I64}, uint64[::1], {_I64})",
     "row_documents": f"UniTuple(int64, 2)({_I64}, {_I64}, int64, int64, {_I64}, {_I64}, int64[:, ::1], "
     f"int64[:, ::1], int64[:, ::1], boolean[:, ::1], int32[::1], {_I64})",
+    "mask_labels": "void(int64[:, :], boolean[:, :], int64, int64[:, ::1])",
     "nanoset_counts": f"void(float64[::1], {_I64}, {_I64}, {_I64})",
 }

@@ -235,6 +235,10 @@ def row_documents(
     return found, longest
 
 
+def mask_labels(labels: Int64s, counts: np.ndarray, ignored: int, out: Int64s) -> None:
+    out[...] = np.where(counts, labels, ignored)
+
+
 def nanoset_counts(weights: np.ndarray, sizes: Int64s, dataset: Int64s, count: Int64s) -> None:
     drawn = np.zeros(sizes.size, np.int64)
     for i in range(dataset.size):

@@ -15,8 +15,8 @@ from .combine import Mapper
 from .core import IndexedDataPipe, Int64s, Unpickled, as_count, sample_node
 from .cut import cut_for
 from .errors import ArgumentTypeError, ConfigurationError, TokenIdError, TopologyError
-from .gather import Columns, Routes, plan_of
-from .labels import LabelRules, as_rules, hidden_rows
+from .gather import Columns, Routes, TokenGather, plan_of
+from .labels import LabelRules, as_rules, hidden_rows, labels_with
 from .layouts import IGNORED_LABEL, Parts, in_microbatches, layout_of, roles_of
 from .topology import Topology
 
@@ -102,6 +102,7 @@ class CausalLMCollator(IndexedDataPipe):
         self._uncounted = tuple(dict.fromkeys((*self.no_loss_on, *always)))
         if dtype not in DTYPES:
             raise ConfigurationError(f"dtype is {dtype!r}; int64 or int32 would do")
+        self._dtype = DTYPES[dtype]
         if ignore_index == "layout":
             self._ignored = self._layout.ignore_index
         elif ignore_index is None or (isinstance(ignore_index, int) and not isinstance(ignore_index, bool)):
@@ -160,38 +161,40 @@ class CausalLMCollator(IndexedDataPipe):
         return plan_of(sample_node(self))
 
     @property
-    def _documents_asked(self) -> bool:
-        joins = self._roles.labels and "joins" in self._uncounted
-        held = self._cut.by_document and (self._cut.inputs or self._cut.labels)
-        return self._positions_asked or self.document_ids or self.cu_seqlens or held or joins
-
-    @property
-    def _positions_asked(self) -> bool:
-        return self.position_ids and (self._roles.inputs or not self._layout.positions_first)
-
-    @property
-    def _label_rules(self) -> "LabelRules | None":
-        """What says which labels count; None: nothing but rows that are hidden."""
-        if self._ruled and self._rules.value is None:
-            self._rules.value = LabelRules(self._uncounted, self._routes)
-        return self._rules.value
+    def _windows(self) -> "tuple[TokenGather, LabelRules | None]":
+        """Where the rows' windows lie, and what says which labels count; None: nothing but rows that are hidden."""
+        if (found := self._found.value) is None:
+            gather = self._routes.gather
+            assert gather is not None  # check() saw it
+            rules = LabelRules(self._uncounted, self._routes) if self._ruled else None
+            found = self._found.value = gather, rules
+        return found
 
     def _check_documents(self) -> None:
-        gather = self._routes.gather
-        self._rules = Unpickled()
-        self._ruled = self._roles.labels and bool(self._uncounted or (gather is not None and gather.lays_out))
-        self._asks = self._documents_asked
-        if gather is None and (self._asks or self._ruled):
+        gather, roles, cut = self._routes.gather, self._roles, self._cut
+        self._found = Unpickled()
+        self._ruled = roles.labels and bool(self._uncounted or (gather is not None and gather.lays_out))
+        self._asked = (
+            self.position_ids and (roles.inputs or not self._layout.positions_first),
+            self.document_ids,
+            roles.labels and "joins" in self._uncounted,
+            self.cu_seqlens,
+        )
+        self._asks = any(self._asked) or (cut.by_document and (cut.inputs or cut.labels))
+        if not (self._asks or self._ruled):
+            return
+        if gather is None:
             raise ConfigurationError(
                 "where documents begin is known of windows of token files alone; a map or zip below makes other rows: "
                 "without position_ids, document_ids, cu_seqlens, no_loss_on and cp='document' it would do"
             )
-        if gather is not None and self._asks and (missing := gather.documents.missing):
+        if self._asks and (missing := gather.documents.missing):
             raise ConfigurationError(
                 f"{missing[0]}: stores no document ends, so where documents begin in a row is not known; "
                 "TokenReader(…, end_of_text=ID) finds them, a file of `tokenpipe tokenize` has them"
             )
-        _ = self._label_rules  # or it says now what is missing
+        self._length = self.sequence_length
+        _ = self._windows  # or it says now what is missing
 
     def _check_microbatches(self, count: int) -> None:
         for what, number, divisor, by in (
@@ -256,32 +259,28 @@ class CausalLMCollator(IndexedDataPipe):
 
     def collate(self, rows: Rows) -> Any:
         """One micro-batch as this rank takes it."""
-        parts, cut, roles, documents, where = Parts(), self._cut, self._roles, None, None
-        if self._asks:
-            gather, width = self._routes.gather, self.sequence_length + 1
-            assert gather is not None and rows.places is not None  # check() saw it
-            joins = roles.labels and "joins" in self._uncounted
-            documents = gather.documents.fill(
-                rows.places, width, self._positions_asked, self.document_ids, joins, self.cu_seqlens
-            )
-            where = cut.where(gather, rows.places, width)
+        parts, cut, roles, documents, where, rules = Parts(), self._cut, self._roles, None, None, None
+        if self._asks or self._ruled:
+            gather, rules = self._windows
+            assert rows.places is not None  # they are windows
+            if self._asks:
+                documents = gather.documents.fill(rows.places, self._length + 1, *self._asked)
+                where = cut.where(gather, rows.places, self._length + 1)
         inputs, labels = self._held(rows, where)
         if roles.inputs:
             parts["input_ids"] = inputs
         if labels is not None:
-            rules, counts = self._label_rules, None
-            if rules is not None:
-                counts = rules.counting(rows, labels, documents, cut, where)
+            counts = None if rules is None else rules.counting(rows, labels, documents, cut, where)
             self._label(parts, inputs, labels, counts, hidden_rows(rows))
         if documents is not None:
             for key in ("position_ids", "document_ids"):
                 if (array := getattr(documents, key)) is not None:
-                    parts[key] = cut.take(array, where).astype(DTYPES[self.dtype], copy=False)
+                    parts[key] = cut.take(array, where).astype(self._dtype, copy=False)
             if documents.cu_seqlens is not None:
                 parts |= {"cu_seqlens": documents.cu_seqlens, "max_seqlen": documents.max_seqlen}
         if self._layout.positions and roles.inputs and "position_ids" not in parts:
-            line = cut.take(np.arange(self.sequence_length, dtype=DTYPES[self.dtype])[None], where)
-            parts["position_ids"] = np.tile(line, (inputs.shape[0] // line.shape[0], 1))
+            line = cut.take(np.arange(self.sequence_length, dtype=self._dtype)[None], where)
+            parts["position_ids"] = np.tile(line, (rows.sample_numbers.size // line.shape[0], 1))
         if where is not None:
             parts["row_places"] = where
         if rows.valid is not None:
@@ -305,7 +304,7 @@ class CausalLMCollator(IndexedDataPipe):
             )
         if self.dtype == "int32" and tokens.size and int(tokens.max()) > MOST_INT32:
             raise TokenIdError(f"token id {tokens.max()} does not fit dtype='int32'; 'int64' would do")
-        tokens = tokens.astype(DTYPES[self.dtype], copy=False)
+        tokens = tokens.astype(self._dtype, copy=False)
         if self._columns is None or rows.places is None:
             return self._cut.whole(tokens, where)
         return self._cut.split(tokens)
@@ -323,7 +322,7 @@ class CausalLMCollator(IndexedDataPipe):
             counts = np.ones(labels.shape, np.bool_) if counts is None else counts
             counts[hidden] = False
         if self._ignored is not None and counts is not None and not counts.all():
-            labels = np.where(counts, labels, labels.dtype.type(self._ignored))
+            labels = labels_with(labels, counts, self._ignored)
         if self._layout.shifted:
             parts["label_ids"] = labels
         elif self.place.cp_size > 1:  # what follows a rank's last token is another's

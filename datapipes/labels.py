@@ -18,10 +18,11 @@ from .core import Int64s
 from .cut import Cut
 from .errors import ArgumentTypeError, ConfigurationError
 from .gather import Routes, TokenGather
+from .kernels import kernel
 from .loss_masks import as_loss_mask, loss_layouts
 from .row_documents import DocumentFill
 
-__all__ = ["LabelRules", "as_rules"]
+__all__ = ["LabelRules", "as_rules", "hidden_rows", "labels_with"]
 
 RULES = ("joins", "end_of_text", "unscored")
 
@@ -101,3 +102,12 @@ def hidden_rows(rows: Rows) -> "np.ndarray | None":
     if rows.valid is not None and not rows.valid.all():
         hidden = ~rows.valid if hidden is None else ~rows.valid | hidden
     return hidden if hidden is not None and hidden.any() else None
+
+
+def labels_with(labels: np.ndarray, counts: np.ndarray, ignored: int) -> np.ndarray:
+    """The labels (b, s), and `ignored` where they do not count: a copy."""
+    if labels.dtype != np.int64:
+        return np.where(counts, labels, labels.dtype.type(ignored))
+    found = np.empty(labels.shape, np.int64)
+    kernel("mask_labels")[0](labels, counts, ignored, found)
+    return found

@@ -37,7 +37,7 @@ from processes import (
 from tokenpipe.datapipes.errors import TokenpipeError, WorkerDiedError, WorkerError, WorkerStalledError
 from tokenpipe.reading_services import DataLoader2, MultiProcessingReadingService
 
-pytestmark = pytest.mark.sampled(1)  # each case starts processes
+pytestmark = [pytest.mark.sampled(1), pytest.mark.alone]  # each case starts processes, and signals them
 
 
 @pytest.fixture
