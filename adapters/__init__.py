@@ -7,7 +7,8 @@ resume.py     where a run goes on      journal.py    what changed while it ran
 bounds.py     its end, its masks       shuffle.py    its shuffling and seed    replace.py   other kinds of nodes
 tap.py        a look at what flows     profile/      where the time goes
 timeout.py    what takes too long      failing.py    what fails: retry.py, skip_errors.py
-ahead.py      threads and devices      placement.py  threads and processes for one node
+ahead.py      threads and devices      to_jax.py    a JAX mesh
+placement.py  threads and processes for one node
 applied.py    one on a loader that runs              defaults.py  settings for this machine
 """
 
@@ -38,6 +39,7 @@ from .surgery import (
 )
 from .tap import Tap, Trace
 from .timeout import CacheTimeout, Timeout
+from .to_jax import ToJax
 
 __all__ = [
     "Adapter",
@@ -65,6 +67,7 @@ __all__ = [
     "Threads",
     "Timeout",
     "ToDevice",
+    "ToJax",
     "Trace",
     "applied",
     "draw",

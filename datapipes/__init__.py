@@ -7,7 +7,8 @@ The files of this package in the order in which a token passes them:
     slice.py      windows (resize.py: other lengths) permute.py  the shuffle
     blend.py      the mixture (weights.py, phases.py)  reorder.py  orders brought along
     bound.py      skip, limit, once                  exclude.py  rows kept, labels masked
-    shard.py      one rank's part (topology.py)      batch.py    micro-batches (steps.py: steps)
+    shard.py      one rank's part (topology.py;      batch.py    micro-batches (steps.py: steps)
+                  balance.py: of even work)
     collate.py    tensors                            combine.py  map, zip, concat
     streaming/    what has no numbers: JSON lines, tokenised and packed as they pass
 
@@ -16,11 +17,11 @@ before, during and after a run:
     recipes/      graphs from files, and back        plan/       what the next steps will take
     journal.py    what changed (grow.py, jump.py)    audit/      contents, when, certificates
 
-and around them: core.py (the contract of a node), gather.py (the one fetch), kernels.py, filemap.py, pages.py
-(read-ahead, resident memory), fingerprint.py, tree.py and draw.py (a graph as text, as a picture), names.py (of nodes),
-linting/ (what is wrong with a graph), pickled.py (what of it cannot travel), wrapped.py (what is put around nodes),
-arguments.py (what a recipe writes down), atomic.py, rank_zero.py, rank_group.py (what ranks ask each other;
-full_sync.py: streams end together), errors.py.
+and around them: core.py (the contract of a node), gather.py (the one fetch), row_documents.py (where the documents of
+rows begin), kernels.py, filemap.py, pages.py (read-ahead, resident memory), fingerprint.py, tree.py and draw.py (a
+graph as text, as a picture), names.py (of nodes), linting/ (what is wrong with a graph), pickled.py (what of it cannot
+travel), wrapped.py (what is put around nodes), arguments.py (what a recipe writes down), atomic.py, rank_zero.py,
+rank_group.py (what ranks ask each other; full_sync.py: streams end together), errors.py.
 
     >>> import tempfile, numpy as np
     >>> path = tempfile.mkdtemp() + "/prose.npy"
@@ -36,6 +37,7 @@ full_sync.py: streams end together), errors.py.
 """
 
 from .audit import Certificate, ContentsRecord, RowDocument, WhenRecord, batch_certificate, certify
+from .balance import RankBalancer
 from .batch import Rows, SampleBatcher
 from .blend import Blender
 from .bound import Limiter, Once, Skipper
@@ -49,6 +51,7 @@ from .formats.ids import DocumentIds
 from .formats.own import TokenFileWriter, verify_token_file
 from .full_sync import FullSync
 from .linting import Finding, lint
+from .pack import DocumentPacker
 from .permute import Permuter
 from .plan import Overlap, Plan, overlap
 from .read import TokenReader
@@ -78,6 +81,7 @@ __all__ = [
     "Concater",
     "ContentsRecord",
     "DocumentIds",
+    "DocumentPacker",
     "DocumentSelector",
     "DocumentTokenizer",
     "Drawing",
@@ -93,6 +97,7 @@ __all__ = [
     "Overlap",
     "Permuter",
     "Plan",
+    "RankBalancer",
     "RankSharder",
     "Reorderer",
     "RowDocument",

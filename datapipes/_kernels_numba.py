@@ -240,17 +240,18 @@ def gather(starts, counts, out, first, address, itemcode):
 def row_documents(place, count, width, inputs, first, begin, entries, positions, numbers, joins, sequences, costs):
     """What the documents of rows give, in one walk over their ends; see row_documents.py.
 
-    Spans of tokens [place, place + count) make rows of `width` tokens, one after the other; no counts: each span is a
-    row; a negative place: padding. Pieces f hold the places [first[f], first[f + 1]) and begin at token begin[f] of
-    their file; entries: (bound, address, documents), the pieces [bound, next bound) are of a file whose document ends
-    are at the address. Outputs of size 0 are left out; sequences gets what fits. Gives (sequences, the longest), or
+    Spans of tokens [place, place + count) make rows of `width` tokens, one after the other; one count is that of all;
+    a negative place: padding. Pieces f hold the places [first[f], first[f + 1]) and begin at token begin[f] of their
+    file; entries: (bound, address, documents), the pieces [bound, next bound) are of a file whose document ends are at
+    the address. Outputs of size 0 are left out; sequences gets what fits. Gives (sequences, the longest), or
     (-1 - entry, 0) for an entry that is not mapped yet.
     """
     bounds = entries[:, 0]
+    alike = count.size == 1
     row, at, number, found, longest = 0, 0, 0, 0, 0
     for k in range(place.size):
         p = place[k]
-        left = count[k] if count.size else width
+        left = count[0] if alike else count[k]
         f = 0
         if p >= 0:
             f = np.searchsorted(first, p, side="right") - 1
@@ -318,6 +319,85 @@ def mask_labels(labels, counts, ignored, out):
             target[i] = source[i] if mask[i] else ignored
 
 
+def deal_evenly(costs, ranks, rows, out):
+    """Deals a window of samples to the ranks, a unit of ranks · rows of them after the other; see balance.py.
+
+    costs: of the samples that exist, from the window's first on. out, of units · ranks · rows: the table [unit, rank,
+    row] of which sample of the window each takes, ascending in each rank's rows of a unit; what does not exist comes
+    last. Each sample, the costliest of its unit first, goes to the rank that has the least so far and has room; among
+    equals the earlier sample, the lower rank. Of a unit that is cut off ranks differ by one row at most.
+    """
+    unit = ranks * rows
+    spent = np.zeros(ranks, np.int64)
+    taken = np.empty(ranks, np.int64)
+    owner = np.empty(unit, np.int64)
+    heap = np.empty(ranks, np.int64)
+    for first in range(0, out.size, unit):
+        here = max(0, min(unit, costs.size - first))
+        most, extra = here // ranks, here % ranks
+        taken[:] = 0
+        size = 0
+        for rank in range(ranks):
+            size = _push(heap, size, rank, spent)
+        for i in np.argsort(-costs[first : first + here], kind="mergesort"):
+            while True:
+                rank = heap[0]
+                size = _pop(heap, size, spent)
+                if taken[rank] < most + (extra > 0):
+                    break
+            if taken[rank] == most:
+                extra -= 1
+            owner[i] = rank
+            taken[rank] += 1
+            spent[rank] += costs[first + i]
+            size = _push(heap, size, rank, spent)
+        rank = 0
+        for i in range(here, unit):
+            while taken[rank] == rows:
+                rank += 1
+            owner[i] = rank
+            taken[rank] += 1
+        taken[:] = 0
+        for i in range(unit):
+            rank = owner[i]
+            out[first + rank * rows + taken[rank]] = first + i
+            taken[rank] += 1
+
+
+@njit
+def _push(heap, size, rank, spent):
+    """A heap of ranks, the one that has spent the least at its top, the lower one among equals; gives its size."""
+    at = size
+    while at > 0:
+        above = heap[(at - 1) >> 1]
+        if spent[above] < spent[rank] or (spent[above] == spent[rank] and above < rank):
+            break
+        heap[at] = above
+        at = (at - 1) >> 1
+    heap[at] = rank
+    return size + 1
+
+
+@njit
+def _pop(heap, size, spent):
+    """Takes the top away; gives the heap's size."""
+    size -= 1
+    rank, at = heap[size], 0
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size:
+            a, b = heap[child], heap[child + 1]
+            if spent[b] < spent[a] or (spent[b] == spent[a] and b < a):
+                child += 1
+        below = heap[child]
+        if spent[rank] < spent[below] or (spent[rank] == spent[below] and rank < below):
+            break
+        heap[at] = below
+        at = child
+    heap[at] = rank
+    return size
+
+
 def nanoset_counts(weights, sizes, dataset, count):
     """The greedy blend of Nanoset and Megatron: dataset[i] is the source of sample i, count[i] how many
     of that source came before it (an error-minimising choice, first index on ties).
@@ -336,12 +416,160 @@ def nanoset_counts(weights, sizes, dataset, count):
         drawn[best] += 1
 
 
+def aligned_starts(ends, length, tokens, state, out):
+    """Where the rows of windows aligned to documents begin (align.py has the law), for the documents with these ends;
+    state: the first one's beginning, and the first place where a row may begin. Returns how many.
+    """
+    begin, free = state[0], state[1]
+    rows = 0
+    for i in range(ends.size):
+        if begin >= free and begin + length < tokens:
+            place = begin
+            out[rows] = place
+            rows += 1
+            while place + 2 * length < ends[i]:
+                place += length
+                out[rows] = place
+                rows += 1
+            free = place + length
+        begin = ends[i]
+    state[0], state[1] = begin, free
+    return rows
+
+
+def pack_best_fit(lengths, width, row_of, first, piece_of):
+    """Pieces into rows of `width` tokens: longest first, each into the row with the least room that holds it (best-fit
+    decreasing; Johnson 1973). Rows are then numbered by their first piece; piece_of[first[r]:first[r + 1]] are those
+    of row r, ascending. Returns how many rows.
+    """
+    n = lengths.size
+    at = np.zeros(width + 2, np.int64)  # counting sort, longest first, equal ones as they come
+    for i in range(n):
+        at[width - lengths[i] + 1] += 1
+    for i in range(width + 1):
+        at[i + 1] += at[i]
+    order = np.empty(n, np.int32)
+    for i in range(n):
+        order[at[width - lengths[i]]] = i
+        at[width - lengths[i]] += 1
+    leaves = 1
+    while leaves < width:
+        leaves *= 2
+    filled = np.zeros(2 * leaves, np.bool_)  # a binary tree over room 0 … width − 1: is there a row of this room?
+    top = np.full(width, -1, np.int32)  # of each room, the row that came to it last
+    below = np.empty(n, np.int32)  # and the one before it
+    rows = 0
+    for i in range(n):
+        length = np.int64(lengths[order[i]])
+        room = np.int64(-1)
+        if length < width:
+            v = leaves + length
+            if not filled[v]:
+                while v > 1 and (v & 1 or not filled[v + 1]):
+                    v >>= 1
+                if v > 1:
+                    v += 1
+                    while v < leaves:
+                        v *= 2
+                        if not filled[v]:
+                            v += 1
+            if v >= leaves and filled[v]:
+                room = v - leaves
+        if room < 0:
+            row = np.int32(rows)
+            rows += 1
+            room = np.int64(width)
+        else:
+            row = top[room]
+            top[room] = below[row]
+            if top[room] < 0:
+                v = leaves + room
+                filled[v] = False
+                while v > 1 and not filled[v ^ 1]:
+                    v >>= 1
+                    filled[v] = False
+        row_of[order[i]] = row
+        room -= length
+        if room > 0:
+            below[row] = top[room]
+            top[room] = row
+            v = leaves + room
+            while v > 0 and not filled[v]:
+                filled[v] = True
+                v >>= 1
+    number = order  # of the row that was opened as k-th; it is not needed as an order any more
+    for i in range(rows):
+        number[i] = -1
+    first[: rows + 1] = 0
+    count = np.int32(0)
+    for i in range(n):
+        if number[row_of[i]] < 0:
+            number[row_of[i]] = count
+            count += 1
+        row_of[i] = number[row_of[i]]
+        first[row_of[i] + 1] += 1
+    for i in range(rows):
+        first[i + 1] += first[i]
+        below[i] = first[i]
+    for i in range(n):
+        piece_of[below[row_of[i]]] = i
+        below[row_of[i]] += 1
+    return rows
+
+
+def packed_spans(places, counts, width, first, piece_of, ends, window, place, count):
+    """What windows of packed rows are made of: for each stretch its window, the place in the table of its first token
+    (−1: padding), its tokens; see pack.py. Returns how many.
+    """
+    n = 0
+    for i in range(places.size):
+        at, left = places[i], counts[i]
+        while left > 0:
+            row = at // width
+            skip = at - row * width
+            todo = min(left, width - skip)
+            at += todo
+            left -= todo
+            for k in range(first[row], first[row + 1]):
+                if todo == 0:
+                    break
+                piece = piece_of[k]
+                low = np.int64(0)
+                if piece > 0:
+                    low = ends[piece - 1]
+                length = ends[piece] - low
+                if skip >= length:
+                    skip -= length
+                    continue
+                window[n], place[n], count[n] = i, low + skip, min(length - skip, todo)
+                todo -= count[n]
+                skip = 0
+                n += 1
+            if todo > 0:
+                window[n], place[n], count[n] = i, -1, todo
+                n += 1
+    return n
+
+
 KERNELS = {
     kernel.__name__: kernel
-    for kernel in (permute, blend_route, blend_unroute, gather, mask_labels, row_documents, nanoset_counts)
+    for kernel in (
+        aligned_starts,
+        blend_route,
+        blend_unroute,
+        deal_evenly,
+        gather,
+        mask_labels,
+        nanoset_counts,
+        pack_best_fit,
+        packed_spans,
+        permute,
+        row_documents,
+    )
 }
 
-_I64 = "int64[::1]"
+_I64, _I32 = "int64[::1]", "int32[::1]"
+_MAPPED_I64, _MAPPED_I32 = (types.Array(item, 1, "C", readonly=True) for item in (types.int64, types.int32))
 SIGNATURES = {
     "permute": f"void({_I64}, {_I64}, int64, int64, int64, uint64, boolean, boolean)",
     "blend_route": f"void({', '.join([_I64] * 5)}, int64[:, ::1], {', '.join([_I64] * 4)})",
@@ -351,5 +579,19 @@ SIGNATURES = {
     "row_documents": f"UniTuple(int64, 2)({_I64}, {_I64}, int64, int64, {_I64}, {_I64}, int64[:, ::1], "
     f"int64[:, ::1], int64[:, ::1], boolean[:, ::1], int32[::1], {_I64})",
     "mask_labels": "void(int64[:, :], boolean[:, :], int64, int64[:, ::1])",
+    "deal_evenly": f"void({_I64}, int64, int64, {_I64})",
     "nanoset_counts": f"void(float64[::1], {_I64}, {_I64}, {_I64})",
+    "aligned_starts": f"int64({_I64}, int64, int64, {_I64}, {_I64})",
+    "pack_best_fit": f"int64({_I32}, int64, {_I32}, {_I32}, {_I32})",
+    "packed_spans": types.int64(
+        types.int64[::1],
+        types.int64[::1],
+        types.int64,
+        _MAPPED_I32,
+        _MAPPED_I32,
+        _MAPPED_I64,
+        types.int64[::1],
+        types.int64[::1],
+        types.int64[::1],
+    ),
 }

@@ -5,14 +5,29 @@ arrays[e], of which the pieces [bounds[e], bounds[e + 1]) begin at item place[p]
 `row_documents` the document ends of the entries as arrays.
 """
 
+import heapq
 import itertools
+from bisect import bisect_left, insort
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["blend_route", "blend_unroute", "gather", "nanoset_counts", "permute", "row_documents"]
+__all__ = [
+    "aligned_starts",
+    "blend_route",
+    "blend_unroute",
+    "deal_evenly",
+    "gather",
+    "mask_labels",
+    "nanoset_counts",
+    "pack_best_fit",
+    "packed_spans",
+    "permute",
+    "row_documents",
+]
 
 Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NARROW = 1 << 32
@@ -196,7 +211,7 @@ def row_documents(
     stretches: list[tuple[int, int, int]] = []  # row, first token, one past the last
     row = at = 0
     for k, p in enumerate(place.tolist()):
-        left = int(count[k]) if count.size else width
+        left = int(count[0] if count.size == 1 else count[k])
         f = int(np.searchsorted(first, p, side="right")) - 1
         while left > 0:
             take, cuts = left, np.empty(0, np.int64)
@@ -239,9 +254,108 @@ def mask_labels(labels: Int64s, counts: np.ndarray, ignored: int, out: Int64s) -
     out[...] = np.where(counts, labels, ignored)
 
 
+def deal_evenly(costs: Int64s, ranks: int, rows: int, out: Int64s) -> None:
+    unit = ranks * rows
+    spent = [0] * ranks
+    for first in range(0, out.size, unit):
+        here = costs[first : first + unit]
+        most, extra = divmod(here.size, ranks)
+        own: list[list[int]] = [[] for _ in range(ranks)]
+        heap = [(cost, rank) for rank, cost in enumerate(spent)]
+        heapq.heapify(heap)
+        for i in np.argsort(-here, kind="stable").tolist():
+            rank = heapq.heappop(heap)[1]
+            while len(own[rank]) >= most + (extra > 0):
+                rank = heapq.heappop(heap)[1]
+            extra -= len(own[rank]) == most
+            own[rank].append(i)
+            spent[rank] += int(here[i])
+            heapq.heappush(heap, (spent[rank], rank))
+        rest = iter(range(here.size, unit))
+        table = [sorted(mine) + list(itertools.islice(rest, rows - len(mine))) for mine in own]
+        out[first : first + unit] = first + np.array(table, np.int64).reshape(-1)
+
+
 def nanoset_counts(weights: np.ndarray, sizes: Int64s, dataset: Int64s, count: Int64s) -> None:
     drawn = np.zeros(sizes.size, np.int64)
     for i in range(dataset.size):
         best = int(np.argmax(weights * max(float(i), 1.0) - drawn))
         dataset[i], count[i] = best, drawn[best]
         drawn[best] += 1
+
+
+def aligned_starts(ends: Int64s, length: int, tokens: int, state: Int64s, out: Int64s) -> int:
+    begins = np.concatenate([state[:1], ends])[:-1]
+    free, rows, document = int(state[1]), 0, 0
+    while True:
+        document += int(np.searchsorted(begins[document:], free))
+        if document == ends.size or begins[document] + length >= tokens:
+            break
+        begin = int(begins[document])
+        whole = max(1, (int(ends[document]) - begin - 1) // length)  # rows that lie inside the document, or one
+        out[rows : rows + whole] = begin + np.arange(whole) * length
+        rows, free = rows + whole, begin + whole * length
+    state[0], state[1] = ends[-1] if ends.size else state[0], free
+    return rows
+
+
+def pack_best_fit(lengths: Int32s, width: int, row_of: Int32s, first: Int32s, piece_of: Int32s) -> int:
+    rooms: list[int] = []  # those that some row has, ascending
+    rows_of: dict[int, list[int]] = {}
+    rows = 0
+    for piece in np.argsort(-lengths.astype(np.int64), kind="stable").tolist():
+        length = int(lengths[piece])
+        at = bisect_left(rooms, length)
+        if at < len(rooms):
+            room = rooms[at]
+            row = rows_of[room].pop()
+            if not rows_of[room]:
+                del rows_of[room], rooms[at]
+        else:
+            row, room = rows, width
+            rows += 1
+        row_of[piece] = row
+        if left := room - length:
+            if left not in rows_of:
+                rows_of[left] = []
+                insort(rooms, left)
+            rows_of[left].append(row)
+    _, opened, counts = np.unique(row_of, return_index=True, return_counts=True)
+    number = np.empty(rows, np.int32)
+    number[np.argsort(opened)] = np.arange(rows)
+    row_of[:] = number[row_of]
+    first[0] = 0
+    first[1 : rows + 1] = np.cumsum(counts[np.argsort(opened)])
+    piece_of[:] = np.argsort(row_of, kind="stable")
+    return rows
+
+
+def packed_spans(
+    places: Int64s,
+    counts: Int64s,
+    width: int,
+    first: Int32s,
+    piece_of: Int32s,
+    ends: Int64s,
+    window: Int64s,
+    place: Int64s,
+    count: Int64s,
+) -> int:
+    n = 0
+    for i, (at, left) in enumerate(zip(places.tolist(), counts.tolist(), strict=True)):
+        while left > 0:
+            row, skip = divmod(at, width)
+            todo = min(left, width - skip)
+            at, left = at + todo, left - todo
+            for piece in piece_of[first[row] : first[row + 1]].tolist():
+                low = int(ends[piece - 1]) if piece else 0
+                length = int(ends[piece]) - low
+                if skip < length and todo:
+                    window[n], place[n], count[n] = i, low + skip, min(length - skip, todo)
+                    todo -= int(count[n])
+                    n += 1
+                skip = max(0, skip - length)
+            if todo:
+                window[n], place[n], count[n] = i, -1, todo
+                n += 1
+    return n

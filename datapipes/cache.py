@@ -36,8 +36,19 @@ import numpy.typing as npt
 
 from .atomic import NewFile
 from .errors import ConfigurationError, TokenFileError
+from .filemap import FileMap
 
-__all__ = ["CachedArrays", "Made", "alone", "cached", "index_folder", "mapped", "own_folder", "users_cache"]
+__all__ = [
+    "CachedArrays",
+    "Made",
+    "MappedArrays",
+    "alone",
+    "cached",
+    "index_folder",
+    "mapped",
+    "own_folder",
+    "users_cache",
+]
 
 MAGIC = b"TOKINDX\0"
 HEADER = 256
@@ -159,6 +170,14 @@ def _write(path: Path, key: bytes, made: Made) -> None:
 
 def _crc(head: "bytes | bytearray") -> int:
     return zlib.crc32(head[16:], zlib.crc32(head[:12]))
+
+
+class MappedArrays:
+    """The arrays of a cached file, mapped without a file descriptor; they live as long as this does."""
+
+    def __init__(self, found: CachedArrays) -> None:
+        self._map = FileMap(found.path, found.size)
+        self.arrays = [self._map.array(dtype, offset, items) for dtype, offset, items in found.arrays]
 
 
 def mapped(found: CachedArrays, which: int = 0) -> "npt.NDArray[Any]":

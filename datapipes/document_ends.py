@@ -13,21 +13,20 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .cache import CachedArrays, Made, cached
 from .core import Int64s
 from .errors import ConfigurationError, TokenFileError
-from .fingerprint import file_digest
 from .formats import TokenLayout
 from .formats.own import read_header
 
 if TYPE_CHECKING:
     from .read import TokenSpace
 
-__all__ = ["checked_ends", "document_places", "ends_identity", "find_ends", "scanned"]
+__all__ = ["checked_ends", "document_places", "ends_identity", "find_ends", "scanned", "space_identity"]
 
 CHUNK = 1 << 17  # documents looked at in one go
 SCANNED = 1 << 20  # tokens compared in one go
@@ -38,7 +37,7 @@ def scanned(file: TokenLayout) -> CachedArrays:
     """The document ends of a file that stores none, as its `end_of_text` closes them: one array, int64 (documents,);
     numbers are (tokens, documents, the id, 0). Raises TokenFileError, OSError.
     """
-    return cached("ends", [file_digest(file), file.end_of_text], lambda: _scan(file))
+    return cached("ends", [file.content, file.end_of_text], lambda: _scan(file))
 
 
 def _scan(file: TokenLayout) -> Made:
@@ -142,4 +141,9 @@ def ends_identity(file: TokenLayout) -> "list[str | int | None]":
     its tokens and ends; else the fingerprint of the tokens and the id that was looked for. Raises TokenFileError.
     """
     header = read_header(file.path) if file.stored_documents else None
-    return [header.digest.hex() if header is not None else file_digest(file).hex(), file.tokens, file.end_of_text]
+    return [header.digest.hex() if header is not None else file.content, file.tokens, file.end_of_text]
+
+
+def space_identity(space: "TokenSpace") -> "list[Any]":
+    """What decides the documents of a space and their places in it. Raises TokenFileError."""
+    return [space.samples_per_pass, space.choice, [ends_identity(file) for file in space.files]]

@@ -147,6 +147,10 @@ class DocumentSelector(TokenSpace):
         return {**settings, "chosen": self._digest}
 
     @property
+    def choice(self) -> str:
+        return self._digest
+
+    @property
     def notes(self) -> str:
         return f"{self.documents_chosen:,} of {self.documents_below:,} documents: {self._tokens:,} tokens"
 

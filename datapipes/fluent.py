@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from .balance import RankBalancer
     from .batch import SampleBatcher
     from .blend import Blender
     from .bound import Limiter, Once, Skipper
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .core import IndexedDataPipe
     from .documents import DocumentSelector
     from .exclude import Excluder
+    from .pack import DocumentPacker
     from .permute import Permuter
     from .reorder import NanosetOrder, Reorderer
     from .resize import SequenceResizer
@@ -61,7 +63,11 @@ class FluentMethods:
             name: str = "",
         ) -> DocumentSelector: ...
 
-        def slice_sequences(self, sequence_length: int, unit: int | None = None) -> SequenceSlicer: ...
+        def slice_sequences(
+            self, sequence_length: int, unit: int | None = None, align: str | None = None
+        ) -> SequenceSlicer: ...
+
+        def pack_documents(self, sequence_length: int) -> DocumentPacker: ...
 
         def permute(self, seed: int, window: int | None = None) -> Permuter: ...
 
@@ -98,6 +104,10 @@ class FluentMethods:
         def exclude(self, ranges: Mapping[str, Sequence[tuple[int, int]]], from_sample: int = 0) -> Excluder: ...
 
         def shard_ranks(self, topology: Topology, seed: int | None = None) -> RankSharder: ...
+
+        def balance_ranks(
+            self, topology: Topology, micro_batch_size: int, global_batch_size: int, cost: str = "attention"
+        ) -> RankBalancer: ...
 
         def batch_samples(
             self,

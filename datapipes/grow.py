@@ -10,6 +10,7 @@ from .combine import Mapper
 from .core import IndexedDataPipe, Int64s
 from .documents import DocumentSelector
 from .errors import JournalError, SourceGoneError
+from .pack import DocumentPacker
 from .permute import Permuter
 from .phases import WeightChange
 from .read import TokenReader
@@ -125,10 +126,10 @@ def reader_of(source: IndexedDataPipe) -> TokenReader:
     """The reader at the end of a source that can grow. Raises JournalError for one that cannot."""
     node = source
     while not isinstance(node, TokenReader):
-        if not isinstance(node, (DocumentSelector, SequenceSlicer, Permuter, Mapper)):
+        if not isinstance(node, (DocumentPacker, DocumentSelector, SequenceSlicer, Permuter, Mapper)):
             raise JournalError(
                 f"source {source.name!r} cannot grow through {type(node).__name__}; one of select_documents, "
-                "slice_sequences, permute and map alone can"
+                "slice_sequences, pack_documents, permute and map alone can"
             )
         node = node.datapipe
     return node

@@ -1,7 +1,7 @@
 """Which tokens count as labels: a mask beside a token file, `FILE.loss`, one byte a token (1: counts, 0: does not).
 
-That is datatrove's `X.ds.loss`, here for any kind of token file (chats of which the answers alone are learnt). A mask is
-laid out as a token file of its own, so the gather that copies rows of tokens copies rows of masks from the same places.
+That is datatrove's `X.ds.loss`, here for any kind of token file (chats of which the answers alone are learnt). A mask
+is laid out as a token file of its own, so the gather of tokens copies rows of masks too, from the same places.
 """
 
 import os
@@ -46,7 +46,7 @@ def _layout(file: TokenLayout, path: Path) -> TokenLayout:
 
 
 def as_loss_mask(values: "npt.NDArray[np.integer]", source: str = "") -> "npt.NDArray[np.bool_]":
-    """Bytes of a mask, of any shape, as bool. Raises TokenFileError, naming `source`, for one that is neither 0 nor 1."""
+    """Bytes of a mask, of any shape, as bool. Raises TokenFileError, naming `source`, for one not 0 or 1."""
     if values.size and (int(values.max()) > 1 or int(values.min()) < 0):
         wrong = int(values[(values > 1) | (values < 0)][0])
         raise TokenFileError(

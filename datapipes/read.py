@@ -74,6 +74,11 @@ class TokenSpace(IndexedDataPipe):
         raise NotImplementedError
 
     @property
+    def choice(self) -> str:
+        """What of its files' tokens the space has, as a digest; "": all."""
+        return ""
+
+    @property
     def files(self) -> "tuple[TokenLayout, ...]":
         return self.origin.files
 
@@ -133,7 +138,8 @@ class TokenSpace(IndexedDataPipe):
 
         if self._gather.value is None:
             self._gather.value = TokenGather([self])
-        return self._gather.value.rows(self.checked(numbers), 1)[:, 0]
+        gather = self._gather.value
+        return gather.rows(self.checked(numbers) + gather.base[id(self)], 1)[:, 0]
 
     def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Any]:
         return in_blocks(self.fetch, start, self.end if stop is None else min(stop, self.end))

@@ -50,6 +50,11 @@ class SequenceResizer(TokenWindows):
         below = self.datapipe
         if isinstance(below, Permuter) and isinstance(below.datapipe, SequenceSlicer):
             slicer = below.datapipe
+            if slicer.align is not None:
+                raise ConfigurationError(
+                    "rows that are aligned to documents have no units whose rest could go on with another length: "
+                    "resize_sequences takes slice_sequences(S, unit=U)"
+                )
             self._slicer, self._permuter = slicer, below
             epoch, consumed = divmod(self.after, slicer.samples_per_pass)
             rounds, into = divmod(consumed, slicer.units)

@@ -49,6 +49,14 @@ class RankSharder(IndexedDataPipe):
         if self.datapipe.topology is not None or self.datapipe.steps is not None:
             raise ConfigurationError("shard_ranks stands once in a graph, before batch_samples")
 
+    def check_batches(self, micro_batch_size: int) -> None:
+        """Raises BatchSizeError for micro-batches that the samples are not dealt for."""
+
+    @property
+    def strided(self) -> bool:
+        """Whether sample n goes to rank n mod dp, so that the rhythm of what is below can meet dp."""
+        return self._key is None
+
     @property
     def settings(self) -> dict[str, Any]:
         return {"topology": str(self._topology), "seed": self.seed}
@@ -89,6 +97,13 @@ class RankSharder(IndexedDataPipe):
         mixed = mix64(mix64(rounds.astype(np.uint64) ^ np.uint64(self._key)) + np.uint64(self._key))
         return (mixed % np.uint64(self._topology.dp_size)).astype(np.int64)
 
+    def dealt(self, samples: Int64s, base: "Int64s | int") -> tuple[Int64s, Int64s]:
+        """(n,) sample numbers, dealt from sample `base` on (one, or (n,)) → ((n,) the ranks that take them, (n,) as
+        which of their own from there on).
+        """
+        turn, slot = np.divmod(samples - base, self._topology.dp_size)
+        return self._topology.rank_of_slot(slot, self.turns(base + turn * self._topology.dp_size)), turn
+
     def route(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         start = numbers * self._topology.dp_size
         slot = self._topology.slot_of_rank(self.turns(start + self.first_sample))
@@ -96,9 +111,7 @@ class RankSharder(IndexedDataPipe):
 
     def deal(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         """(n,) of the child's numbers → ((n,) the ranks that take them, (n,) as which of their own)."""
-        rounds = numbers // self._topology.dp_size
-        start = rounds * self._topology.dp_size
-        return self._topology.rank_of_slot(numbers - start, self.turns(start + self.first_sample)), rounds
+        return self.dealt(numbers + self.first_sample, self.first_sample)
 
     def unroute(self, source: int, numbers: Int64s) -> Int64s:
         rank, number = self.deal(numbers)

@@ -5,8 +5,10 @@ from typing import Any
 import numpy as np
 
 from ._torch import functional_datapipe
-from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count
-from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError
+from .align import aligned_rows
+from .cache import MappedArrays
+from .core import MAX_NUMBER, IndexedDataPipe, Int64s, Unpickled, as_count
+from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError, TokenFileError
 from .read import TokenSpace
 
 __all__ = ["SequenceSlicer", "TokenWindows"]
@@ -46,6 +48,19 @@ class TokenWindows(IndexedDataPipe):
         raise NotImplementedError
 
 
+def in_every_epoch(node: TokenWindows, within: Int64s, hi: int, lo: int) -> Int64s:
+    """(n,) of a node's numbers in its epoch 0 → those in every epoch, from `lo` up to `hi`. Raises OutOfRangeError."""
+    length = node.samples_per_pass
+    count = -(-hi // length) - lo // length
+    if count * within.size > MOST_FOUND:
+        raise OutOfRangeError(
+            f"source {node.name!r}: more than {MOST_FOUND:,} of its rows hold what was asked for; ask fewer steps"
+        )
+    epochs = np.arange(lo // length, -(-hi // length), dtype=np.int64) * length
+    found = (epochs[:, None] + within).reshape(-1)
+    return found[(found >= lo) & (found < hi)]
+
+
 @functional_datapipe("slice_sequences")
 class SequenceSlicer(TokenWindows):
     """Cuts a token space into windows that overlap by the label token (functional: `slice_sequences`).
@@ -57,18 +72,36 @@ class SequenceSlicer(TokenWindows):
     part by part: the first windows of all units, then the second ones. A `permute` above keeps to that, so
     the unseen rest of every unit stays in one piece, and `resize_sequences` can change S exactly.
 
+    With `align="document"` every row begins at a document's beginning, or a whole number of S tokens into a document
+    that fills the row; what does not fit is left out (align.py says exactly what).
+
     Args:
         datapipe: a TokenReader, or a DocumentSelector.
         sequence_length: S, in tokens.
         unit: U, in tokens; left out, S.
+        align: None, or "document", over files that have document ends.
 
-    Raises ConfigurationError if the tokens do not fill one unit, or S does not divide U.
+    Raises ConfigurationError if the tokens do not fill one unit, or S does not divide U; with align, for files without
+    document ends.
     """
 
     functional_name = "slice_sequences"
 
-    def __init__(self, datapipe: IndexedDataPipe, sequence_length: int, unit: "int | None" = None) -> None:
+    def __init__(
+        self,
+        datapipe: IndexedDataPipe,
+        sequence_length: int,
+        unit: "int | None" = None,
+        align: "str | None" = None,
+    ) -> None:
         super().__init__(datapipe)
+        if align not in (None, "document"):
+            raise ConfigurationError(f"align is {align!r}; None or 'document' would do")
+        if align is not None and unit is not None:
+            raise ConfigurationError("align= and unit= exclude one another: documents begin inside units")
+        self.align = align
+        self._found = Unpickled()
+        self._digest = ""
         self._length = as_count("sequence_length", sequence_length)
         self.unit = self._length if unit is None else as_count("unit", unit)
         if self.unit % self._length:
@@ -84,6 +117,12 @@ class SequenceSlicer(TokenWindows):
                 f"slice_sequences takes a TokenReader, or documents of one, got {type(self.datapipe).__name__}: "
                 "windows are cut before they are re-ordered"
             )
+        if self.align is not None and (self._found.value is None or self._found.value[0] is not self.datapipe):
+            self._found = Unpickled()
+            found = aligned_rows(self.reader, self._length)
+            self._rows, tokens, _, _ = found.numbers
+            self._left_out, self._digest = 1 - tokens / self.reader.samples_per_pass, found.digest
+            self._found.value = self.datapipe, MappedArrays(found)
         if self.units < 1:
             tokens = self.reader.samples_per_pass
             raise ConfigurationError(
@@ -96,6 +135,18 @@ class SequenceSlicer(TokenWindows):
     def reader(self) -> TokenSpace:
         return self.datapipe  # type: ignore[return-value]
 
+    def _aligned_starts(self) -> Int64s:
+        """int64 (rows,), mapped: where the rows of an epoch begin."""
+        if self._found.value is None:  # in another process
+            found = aligned_rows(self.reader, self._length)
+            if found.digest != self._digest:
+                raise TokenFileError(
+                    f"source {self.name!r}: its rows would begin elsewhere now than when the graph was built; its "
+                    "document ends were written to"
+                )
+            self._found.value = self.datapipe, MappedArrays(found)
+        return self._found.value[1].arrays[0]
+
     @property
     def sequence_length(self) -> int:
         return self._length
@@ -107,36 +158,41 @@ class SequenceSlicer(TokenWindows):
     @property
     def settings(self) -> dict[str, Any]:
         unit = {} if self.unit == self._length else {"unit": self.unit}
-        return {"sequence_length": self._length, **unit}
+        align = {} if self.align is None else {"align": self.align}
+        return {"sequence_length": self._length, **unit, **align}
 
     @property
     def notes(self) -> str:
-        return f"{self.samples_per_pass:,} samples an epoch"
+        said = f"{self.samples_per_pass:,} samples an epoch"
+        return said if self.align is None else f"{said}, {self._left_out:.2%} of the tokens left out"
+
+    @property
+    def order_settings(self) -> dict[str, Any]:
+        """With where rows begin, so that other document ends are another order."""
+        return self.settings if self.align is None else {**self.settings, "starts": self._digest}
 
     @property
     def samples_per_pass(self) -> int:
-        return self.units * (self.unit // self._length)
+        return self.units * (self.unit // self._length) if self.align is None else self._rows
 
     def starts(self, numbers: Int64s) -> Int64s:
         within = numbers % self.samples_per_pass
+        if self.align is not None:
+            return self._aligned_starts()[within]
         if self.unit == self._length:
             return within * self._length
         part, unit = np.divmod(within, self.units)
         return unit * self.unit + part * self._length
 
     def numbers_at(self, tokens: Int64s, hi: int, lo: int = 0) -> Int64s:
+        if self.align is not None:
+            starts = self._aligned_starts()
+            row = np.searchsorted(starts, tokens, side="left") - 1  # the last one that begins before the token
+            row = row[(row >= 0) & (tokens <= starts[np.maximum(row, 0)] + self._length)]
+            return in_every_epoch(self, np.unique(row), hi, lo)
         tokens = tokens[(tokens > 0) & (tokens <= self.units * self.unit)]
         unit, rest = np.divmod(tokens - 1, self.unit)
-        within = (rest // self._length) * self.units + unit
-        length = self.samples_per_pass
-        count = -(-hi // length) - lo // length
-        if count * within.size > MOST_FOUND:
-            raise OutOfRangeError(
-                f"source {self.name!r}: more than {MOST_FOUND:,} of its rows hold what was asked for; ask fewer steps"
-            )
-        epochs = np.arange(lo // length, -(-hi // length), dtype=np.int64) * length
-        found = (epochs[:, None] + within).reshape(-1)
-        return found[(found >= lo) & (found < hi)]
+        return in_every_epoch(self, (rest // self._length) * self.units + unit, hi, lo)
 
     def epoch_of(self, numbers: Int64s) -> Int64s:
         return numbers // self.samples_per_pass

@@ -62,6 +62,11 @@ class Topology:
         shown = [axis for axis in AXES if axis == "dp" or getattr(self, f"{axis}_size") > 1]
         return ", ".join(f"{a} {getattr(self, f'{a}_rank')} of {getattr(self, f'{a}_size')}" for a in shown)
 
+    @property
+    def processes(self) -> int:
+        """How many there are: dp · tp · pp · cp."""
+        return math.prod(getattr(self, f"{axis}_size") for axis in AXES)
+
     @classmethod
     def from_mesh(
         cls,
@@ -226,6 +231,14 @@ class Topology:
     def rank_of_slot(self, slot: Int64s, turn: Int64s) -> Int64s:
         """(n,) slots in rounds turned so far → (n,) the dp ranks that take them."""
         return (slot - turn) % self.dp_size
+
+    def place_of_row(self, unit: Int64s, row: Int64s, rows: int) -> Int64s:
+        """(n,) units, (n,) which of this dp rank's rows of each → (n,) places in a table [unit, rank, rows]."""
+        return (unit * self.dp_size + self.dp_rank) * rows + row
+
+    def row_of_place(self, place: Int64s, rows: int) -> "tuple[Int64s, Int64s]":
+        """(n,) places in a table [unit, rank, rows] → ((n,) dp ranks, (n,) which of their rows of the unit)."""
+        return place // rows % self.dp_size, place % rows
 
 
 def _named(

@@ -20,6 +20,7 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from ..adapters.surgery import list_dps, traverse_dps
 from ..datapipes._torch import DataPipe, IterDataPipe, MapDataPipe, apply_sharding
+from ..datapipes.collate import CausalLMCollator
 from ..datapipes.core import IndexedDataPipe, nodes_of
 from ..datapipes.errors import LoaderError, LoaderWarning, StateError, StateMismatchError, TopologyError
 from ..datapipes.full_sync import FullSync
@@ -28,6 +29,7 @@ from ..datapipes.names import named_nodes
 from ..datapipes.rank_group import RankGroup, as_timeout, rank_and_ranks, ranks_text
 from ..datapipes.rank_zero import warn
 from ..datapipes.shard import RankSharder
+from ..datapipes.topology import AXES, Topology
 from .in_process import Counted, InProcessReadingService
 from .interface import CheckpointableReadingServiceInterface
 from .parse import check_keys, check_number, parse_json
@@ -36,7 +38,6 @@ from .stream_state import MOST_BYTES, canonical
 
 __all__ = ["DistributedReadingService"]
 
-AXES = ("dp", "tp", "pp", "cp")
 MOST_SHOWN = 4
 """Different answers that a message lists, a field."""
 
@@ -211,13 +212,13 @@ def _parse_place(serialized_state: bytes) -> "dict[str, Any]":
 
 def _check_topologies(graph: IndexedDataPipe, ranks: RankGroup) -> None:
     """Raises TopologyError, on all ranks, unless each has a place of its own in one topology of all of them."""
-    sharders = [node for node in nodes_of(graph) if isinstance(node, RankSharder)]
-    places = [[[getattr(s.topology, f"{axis}_{what}") for axis in AXES] for what in ("size", "rank")] for s in sharders]
-    answers = ranks.gather([places, _misfit(sharders, ranks.size)])
+    topologies = _topologies(graph)
+    places = [[[getattr(t, f"{axis}_{what}") for axis in AXES] for what in ("size", "rank")] for t in topologies]
+    answers = ranks.gather([places, _misfit(topologies, ranks.size)])
     wrong = [rank for rank, (_, misfit) in enumerate(answers) if misfit]
     if wrong:
         raise TopologyError(f"{ranks_text(wrong)}: {answers[wrong[0]][1]}")
-    if not sharders:
+    if not topologies:
         return
     layouts = [json.dumps([sizes for sizes, _ in found]) for found, _ in answers]
     if len({*layouts}) > 1:
@@ -234,22 +235,32 @@ def _check_topologies(graph: IndexedDataPipe, ranks: RankGroup) -> None:
             raise TopologyError(f"{ranks_text(holders)} have one place in the topology ({place}); each needs its own")
 
 
-def _misfit(sharders: "list[RankSharder]", world: int) -> str:
-    """Why the graph's topologies cannot be those of so many processes; empty where they can."""
-    if not sharders and world > 1:
+def _topologies(graph: IndexedDataPipe) -> "list[Topology]":
+    """What the graph says of this process's place: its collators where they are told, else its sharders."""
+    found: list[Topology] = []
+    told: set[int] = set()
+    for node in nodes_of(graph):  # what is above comes first
+        if isinstance(node, CausalLMCollator) and node.given_topology is not None:
+            found.append(node.given_topology)
+            told |= {id(below) for below in nodes_of(node)}
+        elif isinstance(node, RankSharder) and id(node) not in told:
+            found.append(node.topology)
+    return found
+
+
+def _misfit(topologies: "list[Topology]", world: int) -> str:
+    """Why these topologies cannot be those of so many processes; empty where they can."""
+    if not topologies and world > 1:
         return (
             f"the graph deals nothing to its {world} ranks, so each would deliver every sample; "
             f".shard_ranks(Topology(dp_rank=dist.get_rank(), dp_size={world})) before batch_samples would do, or "
             f"Topology(tp_rank=dist.get_rank(), tp_size={world}) where all shall see the same samples"
         )
-    for sharder in sharders:
-        topology, product = sharder.topology, 1
-        for axis in AXES:
-            product *= getattr(topology, f"{axis}_size")
-        if product != world:
+    for topology in topologies:
+        if topology.processes != world:
             return (
-                f"the topology ({topology}) is one of {product} processes, and torch.distributed has {world}; sizes "
-                f"of {', '.join(AXES)} whose product is {world} would do"
+                f"the topology ({topology}) is one of {topology.processes} processes, and torch.distributed has "
+                f"{world}; sizes of {', '.join(AXES)} whose product is {world} would do"
             )
     return ""
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from tokenpipe.datapipes import FullSync, IndexedDataPipe, TokenReader, Topology, rank_group
@@ -346,6 +347,33 @@ def training(folder: Path, rank: int, world: int) -> Any:
             while step == 4 and world == 4 and not (folder / "killed").exists():
                 time.sleep(0.05)  # until the test has killed one of these four
     return "done"
+
+
+LAYOUTS = {"dp2 × pp2 × tp2": ("pp", "dp", "tp"), "dp2 × cp2 × tp2": ("dp", "cp", "tp")}
+CUTS = ("zigzag", "contiguous", "document", "whole")
+ASKED = {"position_ids": True, "document_ids": True, "label_mask": True, "sample_numbers": True}
+
+
+def laid_out(folder: Path, topology: Topology, **collation: Any) -> IndexedDataPipe:
+    """Rows of 16 tokens over documents of 3 to 30, of a file of our own and one that stores their ends beside it."""
+    one, two = (TokenReader(folder / f"{name}.tok", name=name).slice_sequences(16).permute(seed=7) for name in "ab")
+    sharded = one.blend(two, weights={"a": 0.7, "b": 0.3}).shard_ranks(topology, seed=7)
+    micro = GLOBAL_BATCH // topology.dp_size // 2
+    return sharded.batch_samples(micro, global_batch_size=GLOBAL_BATCH).collate_causal_lm(**collation)
+
+
+def layouts(folder: Path, rank: int, world: int) -> Any:
+    """Two steps of each layout: {layout: {cut: [this rank's place, its batches]}}."""
+    found: dict[str, Any] = {}
+    for layout, names in LAYOUTS.items():
+        topology = Topology.from_mesh(init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names))
+        for cut in CUTS if topology.cp_size > 1 else CUTS[:1]:
+            graph = laid_out(folder, topology, cp=cut, **ASKED)
+            with DataLoader2(graph, reading_service=DistributedReadingService(timeout=60)) as loader:
+                batches = [{k: v.tolist() for k, v in batch.items()} for batch in itertools.islice(loader, 4)]
+                assert loader.consumed_samples == 2 * GLOBAL_BATCH
+            found.setdefault(layout, {})[cut] = [vars(topology), batches]
+    return found
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ ROWS = {
         "computes 2 ms",
     ],
     "slow_storage": ["in process", "StatefulDataLoader, prefetch_factor=2", "**tokenpipe, four workers, (10, 10)**"],
+    "layouts": ["dp", "**middle stage**", "megatron", "read all, broadcast", "tokenpipe: one stage"],
     "many_loaders": ["in process", "forkserver"],
     "many_starts": ["cold cache", "nothing writable"],
     "adapters": ["none", "**Profile**", "Timeout", "Placement, 8 threads"],

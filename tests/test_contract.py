@@ -47,6 +47,11 @@ def nodes(prose: TokenReader, code: TokenReader, folder) -> dict[str, IndexedDat
         "DocumentSelector over another": code.hold_out(0.3, seed=7)[0].select_documents(documents=[1, 2, 4, 5]),
         "SequenceSlicer": a,
         "SequenceSlicer of chosen documents": code.select_documents(documents=[0, 2, 3, 5]).slice_sequences(8),
+        "SequenceSlicer aligned to documents": code.slice_sequences(8, align="document"),
+        "DocumentPacker": code.pack_documents(12),
+        "DocumentPacker of chosen documents": code.select_documents(documents=[0, 2, 3, 5]).pack_documents(40),
+        "Permuter of packed rows": code.pack_documents(12).permute(seed=7),
+        "Blender of packed rows": code.pack_documents(8).permute(seed=7).blend(a, weights=[1, 2]).batch_samples(2),
         "SequenceSlicer of units": prose.slice_sequences(8, unit=16),
         "SequenceResizer": unit.resize_sequences(16, after=17),
         "SequenceResizer twice": unit.resize_sequences(16, after=17).resize_sequences(4, after=5),
@@ -68,6 +73,11 @@ def nodes(prose: TokenReader, code: TokenReader, folder) -> dict[str, IndexedDat
         "Once": union.once(),
         "RankSharder": blend.shard_ranks(Topology(dp_rank=2, dp_size=3), seed=7),
         "RankSharder by stride": blend.shard_ranks(Topology(dp_rank=2, dp_size=3)),
+        "RankBalancer": b.permute(seed=7).balance_ranks(Topology(dp_rank=2, dp_size=3), 1, 9),
+        "RankBalancer of one pass": code.slice_sequences(4)
+        .once("uneven")
+        .balance_ranks(Topology(1, 3), 2, 18)
+        .batch(2),
         "SampleBatcher": batches,
         "SampleBatcher on a schedule": blend.batch_samples(3, global_batch_size=[(0, 3), (4, 6), (6, 9)]),
         "CausalLMCollator": batches.collate_causal_lm(source_ids=True, sample_numbers=True),

@@ -79,6 +79,7 @@ def check(gather, spaces, places, width):
     assert fill.cu_seqlens.tolist() == sequences
     assert fill.max_seqlen == longest
     assert ours.cost(asked, width).tolist() == costs
+    assert RowDocuments(gather).cost(asked, width).tolist() == costs  # whatever is mapped meanwhile
     assert [fill.position_ids.dtype, fill.document_ids.dtype, fill.joins.dtype, fill.cu_seqlens.dtype] == [
         I64, I64, np.bool_, np.int32,
     ]  # fmt: skip

@@ -45,7 +45,8 @@ class ContentsRecord(NamedTuple):
     sample_number: its place in the run's global order. source, epoch: which source, which time round it.
     token: its first token's place in the whole source, however its documents are chosen (its source number, see
     read.py); file: the path as given; file_token: the same token's place in that file. The row is `sequence_length`
-    tokens from there, and one more as the last label; between them documents that were not chosen are left out.
+    tokens from there, and one more as the last label; between them documents that were not chosen are left out. A
+    packed row holds the document that begins there, and others from elsewhere, which `documents` names.
     Of a dropped source that is gone, token and file_token are −1, file is empty, and masked is not known (False).
     masked: every label of the row is masked (see `exclude`).
     """
@@ -109,11 +110,9 @@ class _View:
         steps, starts = self.steps.located(samples)
         # rounds count from the step's first sample; after a resume in the middle of a step, from there
         base = np.where((starts < self.first) & (samples >= self.first), self.first, starts)
-        dp = 1 if self.sharder is None else self.sharder.topology.dp_size
-        turn, slot = np.divmod(samples - base, dp)
-        rank = slot
+        rank, turn = np.zeros(samples.size, np.int64), samples - base
         if self.sharder is not None:
-            rank = self.sharder.topology.rank_of_slot(slot, self.sharder.turns(base + turn * dp))
+            rank, turn = self.sharder.dealt(samples, base)
         batch, row = np.divmod(turn, self.micro_batch_size)
         batch += -(-(base - starts) // self.steps.unit)
         where = (steps, rank, batch, row, self.masked(samples))
@@ -126,8 +125,14 @@ class _View:
 
 
 def steps_of(graph: IndexedDataPipe) -> tuple[StepTable, int]:
-    """A graph's steps and rows a micro-batch; without a batcher an item is one, on each rank."""
-    if (batcher := batcher_of(graph)) is not None:
+    """A graph's steps and rows a micro-batch; without a batcher an item is one, on each rank.
+
+    Raises BatchSizeError where the samples are dealt for other micro-batches.
+    """
+    batcher, sharder = batcher_of(graph), sharder_of(graph)
+    if sharder is not None:
+        sharder.check_batches(1 if batcher is None else batcher.micro_batch_size)
+    if batcher is not None:
         return batcher.steps, batcher.micro_batch_size
     dp = graph.topology.dp_size if graph.topology else 1
     return StepTable.of(((0, dp),), dp), 1
@@ -218,11 +223,15 @@ def row_spans(leaf: IndexedDataPipe, numbers: Int64s) -> tuple[Int64s, Int64s, I
     node, number = _windows(leaf, numbers)
     if isinstance(node, GoneSource):
         return (np.empty(0, np.int64),) * 3
-    start = node.starts(number)
-    first, source = node.reader.pieces
-    row, piece, begins, stops = _cut(start, start + node.sequence_length + 1, first[1:])
+    start, count = node.starts(number), np.full(number.size, node.sequence_length + 1)
+    row = np.arange(number.size)
+    if node.reader.table is not None:
+        row, start, count = node.reader.spans(start, count)
+        row, start, count = row[start >= 0], start[start >= 0], count[start >= 0]  # padding is of no source
+    first, source = (node.reader.table or node.reader).pieces
+    span, piece, begins, stops = _cut(start, start + count, first[1:])
     ahead = source[piece] - first[piece]
-    return row, begins + ahead, stops + ahead
+    return row[span], begins + ahead, stops + ahead
 
 
 def _by_document(

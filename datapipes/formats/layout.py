@@ -1,5 +1,6 @@
 """What any token file comes down to: where its tokens are, how many, and of which dtype."""
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,13 @@ class TokenLayout:
     def itemcode(self) -> int:
         """The kernels' code for the dtype: bytes an item, negative if signed (int64 is 8)."""
         return {"u": 1, "i": -1}[self.dtype.kind] * self.dtype.itemsize if self.dtype.itemsize < 8 else 8
+
+    @functools.cached_property
+    def content(self) -> str:
+        """Its fingerprint as a part of names, read once. Raises TokenFileError."""
+        from ..fingerprint import file_digest  # which knows of layouts
+
+        return file_digest(self).hex()
 
     @property
     def documents(self) -> int:

@@ -126,6 +126,7 @@ def document_lengths(node: TokenWindows) -> Int64s:
     nothing = np.empty(0, np.int64)
     if not isinstance(space, TokenSpace):
         return nothing
+    space = space.table or space
     files = [(file, first) for file, first in zip(space.files, space.first_tokens.tolist(), strict=False)]
     files = [(file, first) for file, first in files if file.documents]
     if len(files) > MOST_FILES:

@@ -127,7 +127,7 @@ def blend_in_step(look: Look) -> Iterator[Finding]:
     if look.dp_size < 2 or any(isinstance(node, Once) for node in look.nodes):
         return
     for node in look.nodes:
-        if not isinstance(node, RankSharder) or node.seed is not None:
+        if not isinstance(node, RankSharder) or not node.strided:
             continue
         below, dp = node.datapipe, look.dp_size
         looked = ((start, uneven_shares(below, start, dp, start % dp)) for start in _stretches(below))

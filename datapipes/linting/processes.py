@@ -12,6 +12,13 @@ from .findings import Finding, Look, is_batch
 __all__ = ["cannot_pickle", "no_state", "pin_in_worker", "prefetch_below_batch"]
 
 MOST_NAMES = 6
+COPIED = "they are copied once more on the way to the training loop"
+PLACED = (
+    ("pin_memory", "pinned", COPIED),
+    ("to_device", "moved to the device", f"{COPIED}, and CUDA cannot be used in a forked process"),
+    ("to_jax", "made jax.Arrays", "its devices are those of the training loop's process, and it raises"),
+)
+"""(kind of what belongs around the topmost node, what it does to items, what comes of it in a worker)"""
 
 
 def cannot_pickle(look: Look) -> Iterator[Finding]:
@@ -58,14 +65,13 @@ def pin_in_worker(look: Look) -> Iterator[Finding]:
     for node in look.nodes:
         # what a service takes off the top and runs in the main process leaves the node below it the topmost one
         above = [parent for parent in look.above(node) if not getattr(type(parent), "in_main_process", False)]
-        for kind, what in (("pin_memory", "pinned"), ("to_device", "moved to the device")):
+        for kind, what, there in PLACED:
             if above and _has(node, kind):
                 yield Finding(
                     look.name(node),
                     "pin-in-worker",
                     f"its items are {what} below {look.name(above[0])}, so in a worker process where there are some: "
-                    "they are copied once more on the way to the training loop"
-                    + (", and CUDA cannot be used in a forked process" if kind == "to_device" else ""),
+                    f"{there}",
                     f"put it around the topmost node, {look.name(_topmost(look))}, whose items are the loader's",
                 )
 

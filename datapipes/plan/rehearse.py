@@ -337,7 +337,7 @@ def _about_ranks(
 ) -> Iterator[str]:
     """Whether a plain stride meets the blend's rhythm, so that a rank hardly sees a source, or little else."""
     sharder = sharder_of(graph)
-    if sharder is None or sharder.seed is not None or sharder.topology.dp_size == 1:
+    if sharder is None or not sharder.strided or sharder.topology.dp_size == 1:
         return
     dp = sharder.topology.dp_size
     for first in [begin, *changes[:8]]:
