@@ -100,13 +100,16 @@ class CausalLMCollator(IndexedDataPipe):
         always = ("joins",) if self._layout.joins_with_positions and position_ids else ()
         self.no_loss_on = as_rules(no_loss_on)
         self._uncounted = tuple(dict.fromkeys((*self.no_loss_on, *always)))
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise ConfigurationError(f"dtype is {dtype!r}; int64 or int32 would do")
         self._dtype = DTYPES[dtype]
-        if ignore_index == "layout":
+        if isinstance(ignore_index, str) and ignore_index == "layout":
             self._ignored = self._layout.ignore_index
         elif ignore_index is None or (isinstance(ignore_index, int) and not isinstance(ignore_index, bool)):
             self._ignored = ignore_index
+            bounds = np.iinfo(self._dtype)
+            if ignore_index is not None and not bounds.min <= ignore_index <= bounds.max:
+                raise ConfigurationError(f"ignore_index is {ignore_index}, which is no {dtype}; -100 would do")
         else:
             raise ArgumentTypeError(f"ignore_index must be an integer or None, got {ignore_index!r}")
         self.check()
@@ -119,7 +122,7 @@ class CausalLMCollator(IndexedDataPipe):
         place = self.place
         self._roles = roles = roles_of(place, *self.pp_ranks, self.position_ids)
         inputs = roles.inputs or (roles.labels and not self._layout.shifted)
-        self._cut = cut_for(place, self.given_cp or self._layout.cp, inputs, roles.labels)
+        self._cut = cut_for(place, self._layout.cp if self.given_cp is None else self.given_cp, inputs, roles.labels)
         columns: Columns | None = None
         if (place.pp_size > 1 or place.cp_size > 1) and not self._mapped:
             columns = self._cut.columns(self.sequence_length)
@@ -333,6 +336,9 @@ class CausalLMCollator(IndexedDataPipe):
             parts["label_ids"] = np.concatenate([inputs[:, :1], labels[:, :-1]], axis=1)
             if hidden is not None and self._ignored is not None:
                 parts["label_ids"][hidden, 0] = self._ignored
+            if counts is not None:  # a mask is of the labels that it is given with
+                begins = np.ones(len(labels), np.bool_) if hidden is None else ~hidden
+                counts = np.concatenate([begins[:, None], counts[:, :-1]], axis=1)
         if self.label_mask or self._layout.masked:
             parts["label_mask"] = np.ones(labels.shape, np.bool_) if counts is None else counts
 

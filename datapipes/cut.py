@@ -112,7 +112,7 @@ class DocumentCut(Cut):
 
 def cut_for(topology: Topology, how: str, inputs: bool, labels: bool) -> Cut:
     """`how`: as `Topology.cp_ranges`, or "document". Raises ConfigurationError."""
-    if how not in (*CUTS, "document"):
+    if not isinstance(how, str) or how not in (*CUTS, "document"):
         raise ConfigurationError(f"cp is {how!r}; one of {', '.join((*CUTS, 'document'))} would do")
     if how == "document" and topology.cp_size > 1:
         return DocumentCut(topology, how, inputs, labels)

@@ -104,7 +104,7 @@ class Layout:
 
 def layout_of(name: "str | None") -> Layout:
     """The layout of that name. Raises ConfigurationError."""
-    if name not in LAYOUTS:
+    if not (name is None or isinstance(name, str)) or name not in LAYOUTS:
         raise ConfigurationError(f"layout is {name!r}; one of {', '.join(n for n in LAYOUTS if n)} would do, or none")
     return LAYOUTS[name]
 

@@ -1,4 +1,4 @@
-"""What test_to_jax.py runs with 8 virtual devices: jax_devices.py FOLDER."""
+"""What test_to_jax.py runs with virtual devices: jax_devices.py FOLDER; as one of two processes: … FOLDER PORT RANK."""
 
 import sys
 from itertools import islice
@@ -36,10 +36,10 @@ def doubled(batch: Any) -> Any:
     return {**batch, "input_ids": batch["input_ids"] * 2}
 
 
-def the_graph(folder: Path) -> IndexedDataPipe:
-    (np.arange(3000) * 7 % 50_000).astype("<u2").tofile(folder / "tokens.bin")
+def the_graph(folder: Path, place: "Topology | None" = None) -> IndexedDataPipe:
+    place = place or Topology()
     windows = TokenReader(folder / "tokens.bin", dtype="uint16").slice_sequences(16).permute(seed=7)
-    return windows.shard_ranks(Topology()).batch_samples(8).collate_causal_lm(sample_numbers=True)
+    return windows.shard_ranks(place).batch_samples(8 // place.dp_size, 8).collate_causal_lm(sample_numbers=True)
 
 
 def held(array: "jax.Array") -> "list[tuple[int, ...]]":
@@ -141,7 +141,29 @@ def with_x64(rows: Any) -> None:
     assert found.tolist() == [2**40] * 8
 
 
+def one_of_two(folder: Path, port: str, rank: str) -> None:
+    """Four devices of eight: they hold this process's own rows, and the arrays are those of the whole step."""
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(rank))
+    rows = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("dp", "tp")), PartitionSpec("dp"))
+    mine = Topology(dp_rank=jax.process_index(), dp_size=jax.process_count())
+    for batch, whole in zip(
+        DataLoader2(the_graph(folder, mine), ToJax(rows)), islice(the_graph(folder), 3), strict=False
+    ):
+        expected = dict(zip(whole["sample_numbers"].tolist(), whole["input_ids"].numpy(), strict=True))
+        assert batch["input_ids"].shape == (8, 16)
+        assert held(batch["input_ids"]) == [(2, 16)] * 4
+        parts = [[part.data for part in batch[key].addressable_shards] for key in ("sample_numbers", "input_ids")]
+        for numbers, ids in zip(*parts, strict=True):
+            for number, row in zip(np.asarray(numbers).tolist(), np.asarray(ids), strict=True):
+                assert number % 2 == mine.dp_rank
+                assert np.array_equal(row, expected[number])
+    print(f"{len(jax.local_devices())} of {len(jax.devices())} devices")
+
+
 def main() -> None:
+    if sys.argv[2:]:
+        one_of_two(Path(sys.argv[1]), *sys.argv[2:])
+        return
     graph = the_graph(Path(sys.argv[1]))
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("dp", "tp"))
     rows = NamedSharding(mesh, PartitionSpec("dp"))

@@ -354,11 +354,12 @@ CUTS = ("zigzag", "contiguous", "document", "whole")
 ASKED = {"position_ids": True, "document_ids": True, "label_mask": True, "sample_numbers": True}
 
 
-def laid_out(folder: Path, topology: Topology, **collation: Any) -> IndexedDataPipe:
+def laid_out(folder: Path, place: Topology, **collation: Any) -> IndexedDataPipe:
     """Rows of 16 tokens over documents of 3 to 30, of a file of our own and one that stores their ends beside it."""
     one, two = (TokenReader(folder / f"{name}.tok", name=name).slice_sequences(16).permute(seed=7) for name in "ab")
-    sharded = one.blend(two, weights={"a": 0.7, "b": 0.3}).shard_ranks(topology, seed=7)
-    micro = GLOBAL_BATCH // topology.dp_size // 2
+    dealt = place if collation.get("topology") is None else Topology(place.dp_rank, place.dp_size)
+    sharded = one.blend(two, weights={"a": 0.7, "b": 0.3}).shard_ranks(dealt, seed=7)
+    micro = GLOBAL_BATCH // place.dp_size // 2
     return sharded.batch_samples(micro, global_batch_size=GLOBAL_BATCH).collate_causal_lm(**collation)
 
 
@@ -368,7 +369,7 @@ def layouts(folder: Path, rank: int, world: int) -> Any:
     for layout, names in LAYOUTS.items():
         topology = Topology.from_mesh(init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names))
         for cut in CUTS if topology.cp_size > 1 else CUTS[:1]:
-            graph = laid_out(folder, topology, cp=cut, **ASKED)
+            graph = laid_out(folder, topology, cp=cut, topology=topology if cut == "whole" else None, **ASKED)
             with DataLoader2(graph, reading_service=DistributedReadingService(timeout=60)) as loader:
                 batches = [{k: v.tolist() for k, v in batch.items()} for batch in itertools.islice(loader, 4)]
                 assert loader.consumed_samples == 2 * GLOBAL_BATCH

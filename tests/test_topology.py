@@ -61,6 +61,15 @@ def test_a_mesh_with_the_names_of_torchtitan_and_megatron_is_a_topology(processe
     assert place(Topology.from_mesh(mesh(**sizes))) == expected
 
 
+@pytest.mark.skipif(not hasattr(DeviceMesh, "_unflatten"), reason="this torch cannot split a dimension of a mesh")
+def test_the_meshes_that_torchtitan_splits_off_its_world_mesh_are_topologies(processes):
+    processes(5)
+    world = mesh(world=8)
+    loading = world._unflatten(0, (2, 2, 1, 2), ("pp", "batch", "cp", "tp"))
+    dense = world._unflatten(0, (2, 1, 2, 1, 2), ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    assert Topology.from_mesh(loading) == Topology.from_mesh(dense) == Topology(0, 2, 1, 2, 1, 2)
+
+
 def test_batch_comes_before_the_other_names_of_data_parallelism(processes):
     processes(5)
     with pytest.raises(TopologyError, match="dimension 'dp_shard' of the mesh"):

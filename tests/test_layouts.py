@@ -1,0 +1,402 @@
+"""What each rank of a layout is given of a batch, and reads for it: against plain Python, torch's and Megatron's ways.
+
+The oracle is `expected` in shelf.py: it knows of each token id where it comes from.
+"""
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+
+from contract import all_same, check_indexed_node, same
+from shelf import Shelf, expected
+from tokenpipe.adapters import (
+    Placement,
+    Prefetch,
+    Profile,
+    ResumeSkip,
+    Retry,
+    SkipErrors,
+    Threads,
+    Timeout,
+    draw,
+    lint,
+)
+from tokenpipe.datapipes import TokenFileWriter, TokenReader, Topology, batch_certificate, load_recipe, write_recipe
+from tokenpipe.datapipes.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    TokenFileError,
+    TokenIdError,
+    TopologyError,
+)
+from tokenpipe.datapipes.gather import TokenGather
+from tokenpipe.datapipes.layouts import TensorPointer
+from tokenpipe.reading_services import DataLoader2, MultiProcessingReadingService
+
+LAYOUTS = (None, "nanotron", "torchtitan", "megatron", "hf")
+CUTS = ("zigzag", "contiguous", "document", "whole")
+OWN_CUT = {None: "zigzag", "nanotron": "contiguous", "torchtitan": "whole", "megatron": "zigzag", "hf": "zigzag"}
+ASKED = ("position_ids", "document_ids", "cu_seqlens", "label_mask")
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory) -> Shelf:
+    """Documents of 1 to 30 tokens over three files, and one of 200 in the middle."""
+    rng = np.random.default_rng(11)
+    lengths = [rng.integers(1, 31, 40).tolist() for _ in range(3)]
+    lengths[1][20:20] = [200]
+    return Shelf(tmp_path_factory.mktemp("shelf"), {"prose": lengths[:2], "code": lengths[2:]})
+
+
+def order(shelf: Shelf, length: int = 16, **settings: Any) -> Any:
+    prose, code = (shelf.reader(name).slice_sequences(length).permute(seed=7) for name in ("prose", "code"))
+    return prose.blend(code, weights=[0.7, 0.3])
+
+
+def batched(order: Any, place: Topology = Topology(), rows: int = 4) -> Any:  # noqa: B008 - it is frozen
+    return order.shard_ranks(place, seed=3).batch_samples(rows, global_batch_size=8 * place.dp_size)
+
+
+def switched_on(asked: "set[str]") -> "dict[str, Any]":
+    rules = ["joins"] if "joins" in asked else []
+    return {**dict.fromkeys(asked - {"joins"}, True), "no_loss_on": rules}
+
+
+def ranks_of(place: Topology) -> "list[Topology]":
+    """All ranks that see the samples of this one's dp rank; tp varies fastest."""
+    sizes = {f"{axis}_size": getattr(place, f"{axis}_size") for axis in ("dp", "tp", "pp", "cp")}
+    axes = itertools.product(range(place.pp_size), range(place.cp_size), range(place.tp_size))
+    return [Topology(dp_rank=place.dp_rank, pp_rank=p, cp_rank=c, tp_rank=t, **sizes) for p, c, t in axes]
+
+
+# What a rank is given ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def places(draw) -> "tuple[int, Topology, str]":
+    """S, a topology (of dp rank 0 or 1) and a cut that fits S."""
+    dp, pp, cp, tp = (
+        draw(st.integers(1, most), label=axis) for axis, most in (("dp", 2), ("pp", 3), ("cp", 3), ("tp", 2))
+    )
+    cut = draw(st.sampled_from(CUTS), label="cut")
+    length = 2 * cp * draw(st.integers(1, 5)) if cut in ("zigzag", "document") else draw(st.integers(cp, 24))
+    dp_rank = draw(st.integers(0, dp - 1))
+    return length, Topology(dp_rank=dp_rank, dp_size=dp, tp_size=tp, pp_size=pp, cp_size=cp), cut
+
+
+@given(
+    where=places(),
+    layout=st.sampled_from(LAYOUTS),
+    asked=st.sets(st.sampled_from([*ASKED, "joins"])),
+    ends=st.sampled_from([(0, -1), (0, 0), (-1, 0), (-1, -1)]),
+    int32=st.booleans(),
+    numbers=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+)
+@settings(max_examples=100)
+def test_each_rank_is_given_what_plain_python_says_and_all_ranks_together_the_whole_rows(
+    shelf, where, layout, asked, ends, int32, numbers
+):
+    length, dealt, cut = where
+    batches = batched(order(shelf, length), dealt)
+    rows = [batch.tokens for batch in batches.fetch(numbers)]
+    dtype, told = ("int32", np.int32) if int32 else ("int64", np.int64)
+    arguments = {"layout": layout, "cp": cut, "dtype": dtype, "input_pp_rank": ends[0], "output_pp_rank": ends[1]}
+    whole = np.zeros((2, len(rows), *rows[0][:, 1:].shape), bool)  # (inputs and labels, batches, b, S): who holds it
+    for place in ranks_of(dealt):
+        graph = batches.collate_causal_lm(topology=place, **arguments, **switched_on(asked))
+        found = graph.fetch(numbers)
+        for batch, tokens in zip(found, rows, strict=True):
+            wanted = expected(shelf, tokens, place, layout, cut, asked, ends, told)
+            assert same(batch, wanted), (place, batch, wanted)
+        if layout is None and place.tp_rank == 0:
+            for end, key, begin in ((0, "input_ids", 0), (1, "label_ids", 1)):
+                for b, batch in enumerate(found):
+                    for r, tokens in enumerate(batch.get(key, torch.empty(0)).tolist()):
+                        line = rows[b][r].tolist()
+                        at = [line.index(token) - begin for token in tokens if token != -100]
+                        assert cut == "whole" or not whole[end, b, r, at].any(), "held twice"
+                        whole[end, b, r, at] = True
+    if layout is None:
+        assert whole[0].all()
+        assert "joins" in asked or whole[1].all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_cuts_rows_as_its_framework_does_unless_told_otherwise(shelf, layout):
+    place = Topology(cp_rank=0, cp_size=2)
+    graphs = [
+        batched(order(shelf)).collate_causal_lm(topology=place, layout=layout, cp=cp) for cp in (None, OWN_CUT[layout])
+    ]
+    assert all_same(*(graph.fetch([0, 1]) for graph in graphs))
+
+
+def test_the_topology_is_the_sharders_unless_it_is_given(shelf):
+    place = Topology(dp_rank=1, dp_size=2, pp_size=2, cp_rank=1, cp_size=2, tp_rank=1, tp_size=2)
+    by_sharder = batched(order(shelf), place).collate_causal_lm()
+    given = batched(order(shelf), Topology(dp_rank=1, dp_size=2)).collate_causal_lm(topology=place)
+    assert all_same(by_sharder.fetch(range(5)), given.fetch(range(5)))
+    assert by_sharder.fetch([0])[0].keys() == {"input_ids"}
+
+
+def parts(shelf, length, size, **collation):
+    """{key: (ranks, b, s / C)} of one batch."""
+    found = [
+        batched(order(shelf, length))
+        .collate_causal_lm(topology=Topology(cp_rank=r, cp_size=size), **collation)
+        .fetch([0])[0]
+        for r in range(size)
+    ]
+    return {key: torch.stack([batch[key] for batch in found]) for key in found[0]}
+
+
+def test_the_zigzag_of_16_tokens_over_two_ranks_and_the_contiguous_one(shelf):
+    row = batched(order(shelf)).fetch([0])[0].tokens[0]
+    cut = parts(shelf, 16, 2)
+    assert cut["input_ids"][0, 0].tolist() == row[[0, 1, 2, 3, 12, 13, 14, 15]].tolist()
+    assert cut["label_ids"][0, 0].tolist() == row[[1, 2, 3, 4, 13, 14, 15, 16]].tolist()
+    assert cut["input_ids"][1, 0].tolist() == row[4:12].tolist()
+    uneven = [
+        batched(order(shelf, 10)).collate_causal_lm(topology=Topology(cp_rank=r, cp_size=4), layout="nanotron")
+        for r in range(4)
+    ]
+    assert [graph.fetch([0])[0]["input_ids"].shape[1] for graph in uneven] == [2, 3, 2, 3]  # ⌊(r+1)·10/4⌋ − ⌊r·10/4⌋
+
+
+def megatrons(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """(b, S) → (b, S / C) as Megatron's trainers slice a batch: view as 2C chunks, two of them by index_select."""
+    chunks = tensor.view(tensor.shape[0], 2 * size, tensor.shape[1] // (2 * size))
+    return chunks.index_select(1, torch.tensor([rank, 2 * size - rank - 1])).view(tensor.shape[0], -1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_zigzag_is_what_megatron_slices_of_its_batch(shelf, size):
+    whole = (
+        batched(order(shelf, 24))
+        .collate_causal_lm(layout="megatron", position_ids=True, no_loss_on=["joins"])
+        .fetch([0])[0]
+    )
+    cut = parts(shelf, 24, size, layout="megatron", position_ids=True, no_loss_on=["joins"])
+    assert whole.keys() == cut.keys() == {"tokens", "labels", "loss_mask", "position_ids"}
+    for key, tensor in whole.items():
+        for rank in range(size):
+            assert same(cut[key][rank], megatrons(tensor, rank, size)), (key, rank)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_zigzags_are_torchs_head_tail_load_balance(tmp_path, size):
+    attention = pytest.importorskip("torch.distributed.tensor.experimental._attention")
+    lengths = [2 * size * n for n in (1, 3, 2, 4, 2)]  # documents that share out: torch takes no others
+    length, document = sum(lengths), Shelf(tmp_path, {"prose": [[*lengths, 1]]})
+    batches = document.reader("prose").slice_sequences(length).batch_samples(1)
+    ranks = [Topology(cp_rank=r, cp_size=size) for r in range(size)]
+    ours = [batches.collate_causal_lm(topology=place).fetch([0])[0]["input_ids"][0] - 1 for place in ranks]
+    plain = attention._HeadTailLoadBalancer(length, size, "cpu")._generate_indices()[0]
+    assert torch.cat(ours).tolist() == plain.tolist()
+    ours = [
+        batches.collate_causal_lm(topology=place, cp="document").fetch([0])[0]["input_ids"][0] - 1 for place in ranks
+    ]
+    theirs = attention._PerDocumentHeadTailLoadBalancer([lengths], size, "cpu")._generate_indices()[0]
+    found = []
+    for begin, count in zip(np.cumsum([0, *lengths]).tolist(), lengths, strict=False):  # document by document, as torch
+        found += [token for held in ours for token in held.tolist() if begin <= token < begin + count]
+    assert found == theirs.tolist()
+
+
+# The same batches, however they are asked for ------------------------------------------------------------------
+
+STAGES = {
+    "one of all": (Topology(dp_size=2), {"position_ids": True, "label_mask": True}),
+    "a zigzag": (Topology(cp_rank=1, cp_size=2), {"layout": "megatron"}),
+    "documents cut, last stage": (
+        Topology(pp_rank=1, pp_size=2, cp_rank=1, cp_size=2),
+        {"cp": "document", "document_ids": True, "cu_seqlens": True, "no_loss_on": ["joins"]},
+    ),
+    "a middle stage": (Topology(pp_rank=1, pp_size=3), {"layout": "nanotron"}),
+    "a middle stage that is told of documents": (
+        Topology(pp_rank=1, pp_size=3),
+        {"cu_seqlens": True, "source_ids": True},
+    ),
+    "microbatches": (Topology(tp_size=2), {"microbatches": 2, "dtype": "int32", "cu_seqlens": True}),
+    "torchtitan": (Topology(pp_size=2), {"layout": "torchtitan", "position_ids": True}),
+    "hugging face": (Topology(cp_size=2), {"layout": "hf"}),
+}
+
+
+def staged(shelf: Shelf, stage: str) -> Any:
+    place, collation = STAGES[stage]
+    return batched(order(shelf), place).collate_causal_lm(**collation)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_keeps_the_contract_of_nodes(shelf, stage):
+    check_indexed_node(lambda: staged(shelf, stage), items=9)
+
+
+@pytest.mark.parametrize("stage", ["documents cut, last stage", "a middle stage"])
+def test_a_worker_process_gives_the_same_batches_and_goes_on_where_a_loader_was(shelf, stage):
+    expected = staged(shelf, stage).fetch(range(9))
+    with DataLoader2(staged(shelf, stage), reading_service=MultiProcessingReadingService(1, "fork")) as loader:
+        assert all_same(itertools.islice(loader, 5), expected[:5])
+        state = loader.state_dict()
+    with DataLoader2.from_state(state, staged(shelf, stage)) as loader:
+        assert all_same(itertools.islice(loader, 4), expected[5:])
+
+
+def test_the_order_the_state_and_the_contents_are_the_same_on_every_rank_and_in_every_layout(shelf):
+    seen = set()
+    for stage, layout in itertools.product([None, *STAGES], [None, "hf"]):
+        place, collation = STAGES.get(stage, (Topology(), {}))
+        rank = Topology(**{**vars(place), "dp_size": 2})
+        loader = DataLoader2(batched(order(shelf), rank).collate_causal_lm(**{"layout": layout, **collation}))
+        loader.seek(3)
+        seen.add((loader.datapipe.fingerprint(), str(loader.state_dict()), str(loader.contents(2))))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_recipe_builds_the_same_batches_again(shelf, tmp_path, stage):
+    place, collation = STAGES[stage]
+    for ends in ({}, {"input_pp_rank": -1, "output_pp_rank": 0}):
+        graph = batched(order(shelf), place).collate_causal_lm(**collation, **ends)
+        (tmp_path / "run.yaml").write_text(write_recipe(graph))
+        again = load_recipe(tmp_path / "run.yaml", topology=place)
+        assert all_same(again.fetch(range(4)), graph.fetch(range(4)))
+        assert again.tree() == graph.tree()
+
+
+# What cannot be ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("collation", "error", "message"),
+    [
+        (
+            {"layout": "Nanotron"},
+            ConfigurationError,
+            r"layout is 'Nanotron'; one of hf, megatron, nanotron, torchtitan",
+        ),
+        ({"layout": ["hf"]}, ConfigurationError, r"layout is \['hf'\]"),
+        ({"cp": "ring"}, ConfigurationError, "cp is 'ring'; one of zigzag, contiguous, whole, document would do"),
+        ({"cp": ""}, ConfigurationError, "cp is ''"),
+        ({"cp": []}, ConfigurationError, r"cp is \[\]"),
+        ({"dtype": "int16"}, ConfigurationError, "dtype is 'int16'; int64 or int32 would do"),
+        ({"dtype": torch.int32}, ConfigurationError, "dtype is torch.int32"),
+        ({"dtype": []}, ConfigurationError, r"dtype is \[\]"),
+        (
+            {"no_loss_on": "joins"},
+            ArgumentTypeError,
+            "no_loss_on is a list of joins, end_of_text, unscored, got 'joins'",
+        ),
+        ({"no_loss_on": ["join"]}, ConfigurationError, "no_loss_on has 'join'; of joins, end_of_text, unscored some"),
+        (
+            {"no_loss_on": ["end_of_text"]},
+            ConfigurationError,
+            r"source 'prose': its end-of-text id is not known; Token",
+        ),
+        ({"no_loss_on": ["unscored"]}, TokenFileError, r"no loss mask of .*prose-0\.tok.*prose-0\.tok\.loss"),
+        ({"ignore_index": True}, ArgumentTypeError, "ignore_index must be an integer or None, got True"),
+        ({"ignore_index": "none"}, ArgumentTypeError, "ignore_index must be an integer or None, got 'none'"),
+        (
+            {"ignore_index": 2**31, "dtype": "int32"},
+            ConfigurationError,
+            "ignore_index is 2147483648, which is no int32",
+        ),
+        ({"ignore_index": -(2**70)}, ConfigurationError, "which is no int64"),
+        (
+            {"microbatches": 3},
+            ConfigurationError,
+            "the micro-batch is 4, no multiple of microbatches=3; 3 or 6 would do",
+        ),
+        ({"microbatches": 8}, ConfigurationError, "the micro-batch is 4, no multiple of microbatches=8; 8 would do"),
+        ({"microbatches": 0}, ConfigurationError, "microbatches must be at least 1"),
+        ({"microbatches": 2.0}, ArgumentTypeError, "microbatches must be an integer, got 2.0"),
+        (
+            {"microbatches": 2, "topology": Topology(pp_size=4)},
+            ConfigurationError,
+            "microbatches is 2, no multiple of pp_size=4; 4 would do",
+        ),
+        (
+            {"microbatches": 2, "topology": Topology(tp_size=3)},
+            ConfigurationError,
+            "sequence_length is 16, no multiple of tp_size=3; 15 or 18 would do",
+        ),
+        (
+            {"topology": Topology(cp_size=3)},
+            TopologyError,
+            "16 is no multiple of 6: .*; 12 or 18 would do, or cp='contig",
+        ),
+        ({"topology": Topology(cp_size=3), "cp": "document"}, TopologyError, "16 is no multiple of 6"),
+        ({"topology": Topology(cp_size=17), "layout": "nanotron"}, TopologyError, "leaves some of 17 context-parallel"),
+        ({"topology": Topology(1, 2)}, TopologyError, "is given dp 1 of 2, but the rows below are dealt to dp 0 of 1"),
+        ({"topology": 2}, ArgumentTypeError, "takes a Topology, got 2"),
+        ({"input_pp_rank": 1}, TopologyError, "input_pp_rank is 1, pp_size 1"),
+        ({"output_pp_rank": -2}, TopologyError, "output_pp_rank is -2, pp_size 1"),
+        ({"output_pp_rank": "last"}, ArgumentTypeError, "output_pp_rank must be an integer, got 'last'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_when_the_graph_is_built_with_its_value_and_what_would_do(
+    shelf, collation, error, message
+):
+    with pytest.raises(error, match=message):
+        batched(order(shelf)).collate_causal_lm(**collation)
+
+
+OF_DOCUMENTS = [{key: True} for key in ("position_ids", "document_ids", "cu_seqlens")] + [{"no_loss_on": ["joins"]}]
+
+
+@pytest.mark.parametrize("asked", [*OF_DOCUMENTS, {"cp": "document"}])
+def test_documents_are_asked_for_only_where_they_are_known(shelf, token_file, asked):
+    place = Topology(cp_size=2)
+    raw = TokenReader(token_file("raw.bin", 400), dtype="uint16")
+    both = raw.slice_sequences(16).blend(shelf.reader("prose").slice_sequences(16))
+    with pytest.raises(ConfigurationError, match=r"raw\.bin: stores no document ends.*end_of_text=ID\) finds them"):
+        both.batch_samples(2).collate_causal_lm(topology=place, **asked)
+    mapped = order(shelf).map(np.flip, seeded=False).batch_samples(2)
+    with pytest.raises(ConfigurationError, match="a map or zip below makes other rows: without"):
+        mapped.collate_causal_lm(topology=place, **asked)
+
+
+def test_a_stage_that_holds_no_labels_needs_no_loss_masks_and_no_joins(token_file):
+    raw = TokenReader(token_file("raw.bin", 400), dtype="uint16").slice_sequences(16).batch_samples(2)
+    graph = raw.collate_causal_lm(topology=Topology(pp_size=2), no_loss_on=["joins", "end_of_text", "unscored"])
+    assert graph.fetch([0])[0].keys() == {"input_ids"}
+
+
+def test_ids_beyond_int32_are_refused_where_int32_is_asked_for(tmp_path):
+    tokens = np.full(100, 3, np.uint32)
+    tokens[70] = 2**31
+    tokens.tofile(tmp_path / "large.bin")
+    graph = TokenReader(tmp_path / "large.bin", dtype="uint32").slice_sequences(8).batch_samples(2)
+    narrow = graph.collate_causal_lm(dtype="int32")
+    assert narrow.fetch([0])[0]["label_ids"].dtype == torch.int32
+    with pytest.raises(TokenIdError, match="token id 2147483648 does not fit dtype='int32'; 'int64' would do"):
+        narrow.fetch([4])
+    assert 2**31 in graph.collate_causal_lm().fetch([4])[0]["input_ids"]
+
+
+def test_uneven_batches_have_no_microbatches(shelf):
+    run = shelf.reader("prose").slice_sequences(16).once(tail="uneven").batch_samples(4)
+    with pytest.raises(ConfigurationError, match=r"microbatches= needs batches of one size; once\(tail='pad'\)"):
+        run.collate_causal_lm(microbatches=2)
+
+
+def test_rows_that_a_map_made_are_cut_too_and_whole_batches_below_a_map_stay_whole(shelf):
+    place = Topology(pp_rank=1, pp_size=2, cp_rank=1, cp_size=2)
+    plain = batched(order(shelf), place)
+    by_samples = order(shelf).map(np.negative, seeded=False).shard_ranks(place, seed=3).batch_samples(4, 8)
+    by_batches = plain.map(lambda rows: rows._replace(tokens=-rows.tokens), seeded=False)
+    for other in (by_samples, by_batches):
+        ours, theirs = plain.collate_causal_lm().fetch([0])[0], other.collate_causal_lm().fetch([0])[0]
+        assert same({key: -value for key, value in ours.items()}, theirs)
