@@ -10,7 +10,8 @@ import torch
 from ..datapipes._torch import DataPipe, IterDataPipe
 from ..datapipes.combine import Mapper, seeded_map
 from ..datapipes.core import IndexedDataPipe
-from ..datapipes.errors import ArgumentTypeError, ConfigurationError
+from ..datapipes.deadline import as_seconds
+from ..datapipes.errors import ArgumentTypeError
 from ..datapipes.names import named_nodes, node_names
 from ..datapipes.rank_zero import is_rank_zero
 from .ahead import PinMemory
@@ -118,13 +119,9 @@ class Autotune(Adapter):
     keeps_items = True
 
     def __init__(self, seconds: float = 5.0, say: "Callable[[str], Any]" = print) -> None:
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-            raise ArgumentTypeError(f"seconds must be a number, got {seconds!r:.80}")
-        if not 0 < seconds < float("inf"):
-            raise ConfigurationError(f"seconds must be above 0, got {seconds}")
         if not callable(say):
             raise ArgumentTypeError(f"say must be a function of a line, got {say!r:.80}")
-        self.seconds, self.say = seconds, say
+        self.seconds, self.say = as_seconds("seconds", seconds), say
         self.settings: Settings | None = None
         self.rates: dict[tuple[int, int], float] = {}  # {(workers, prefetch): items a second}
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..datapipes._torch import DataPipe, MapDataPipe
 from ..datapipes.core import IndexedDataPipe, as_count
-from ..datapipes.errors import ConfigurationError, NodeTimeoutError
+from ..datapipes.deadline import as_seconds
+from ..datapipes.errors import NodeTimeoutError
 from ..datapipes.names import named_nodes, node_names
 from ..datapipes.notes import Ledger
 from ..datapipes.streaming.shard import has_state
@@ -175,9 +176,7 @@ class Retry(Adapter):
         nodes: Any = None,
     ) -> None:
         self.exceptions, self.tries, self.nodes = as_exceptions(exceptions), as_count("tries", tries), as_chosen(nodes)
-        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < float("inf"):
-            raise ConfigurationError(f"wait must be a number of seconds, got {wait!r:.80}")
-        self.wait = wait
+        self.wait = as_seconds("wait", wait, 0)
         self.ledger = RetryLedger()
 
     @property

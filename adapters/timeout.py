@@ -10,7 +10,8 @@ from typing import Any
 from ..datapipes import deadline
 from ..datapipes._torch import DataPipe, MapDataPipe
 from ..datapipes.core import IndexedDataPipe, Unpickled
-from ..datapipes.errors import ArgumentTypeError, ConfigurationError, NodeTimeoutError
+from ..datapipes.deadline import as_seconds
+from ..datapipes.errors import ConfigurationError, NodeTimeoutError
 from ..datapipes.names import Way, node_names, ways, where_in_frames
 from ..datapipes.wrapped import Wrapper
 from .around import as_chosen, nodes_with_items, put_around
@@ -162,7 +163,7 @@ class Timeout(Adapter):
     keeps_items = True
 
     def __init__(self, seconds: float, nodes: Any = None) -> None:
-        self.seconds, self.nodes = _as_seconds("seconds", seconds), as_chosen(nodes)
+        self.seconds, self.nodes = as_seconds("seconds", seconds), as_chosen(nodes)
 
     def __call__(self, datapipe: DataPipe) -> DataPipe:
         names, places = node_names(datapipe), ways(datapipe)
@@ -185,7 +186,7 @@ class CacheTimeout(Adapter):
     def __init__(self, timeout: "int | None" = None) -> None:
         if timeout is None:
             raise ConfigurationError("CacheTimeout needs its timeout, in seconds")
-        self.timeout = _as_seconds("timeout", timeout)
+        self.timeout = as_seconds("timeout", timeout)
 
     def __call__(self, datapipe: DataPipe) -> DataPipe:
         def set_timeout(node: Any, original: DataPipe) -> "DataPipe | None":
@@ -196,11 +197,3 @@ class CacheTimeout(Adapter):
             return made
 
         return mapped(datapipe, set_timeout)
-
-
-def _as_seconds(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentTypeError(f"{name} must be a number of seconds, got {value!r:.80}")
-    if not 0 < value < float("inf"):
-        raise ConfigurationError(f"{name} must be above 0 and finite, got {value}")
-    return value

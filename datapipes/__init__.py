@@ -4,7 +4,8 @@ The files of this package in the order in which a token passes them:
 
     tokenize/     texts to token files               formats/    the kinds of token file
     read.py       files as one token space           documents.py  chosen documents of it (scores.py)
-    slice.py      windows (resize.py: other lengths) permute.py  the shuffle
+    slice.py      windows (align.py: by documents; resize.py: other lengths)
+    pack.py       rows of whole documents            permute.py  the shuffle
     blend.py      the mixture (weights.py, phases.py)  reorder.py  orders brought along
     bound.py      skip, limit, once                  exclude.py  rows kept, labels masked
     shard.py      one rank's part (topology.py;      batch.py    micro-batches (steps.py: steps)
@@ -20,8 +21,9 @@ before, during and after a run:
 and around them: core.py (the contract of a node), gather.py (the one fetch), row_documents.py (where the documents of
 rows begin), kernels.py, filemap.py, pages.py (read-ahead, resident memory), fingerprint.py, tree.py and draw.py (a
 graph as text, as a picture), names.py (of nodes), linting/ (what is wrong with a graph), pickled.py (what of it cannot
-travel), wrapped.py (what is put around nodes), arguments.py (what a recipe writes down), atomic.py, rank_zero.py,
-rank_group.py (what ranks ask each other; full_sync.py: streams end together), errors.py.
+travel), wrapped.py (what is put around nodes), arguments.py (what a recipe writes down), atomic.py, cache.py (what is
+made once on a machine), document_ends.py, loss_masks.py, rank_zero.py, rank_group.py (what ranks ask each other;
+full_sync.py: streams end together), errors.py.
 
     >>> import tempfile, numpy as np
     >>> path = tempfile.mkdtemp() + "/prose.npy"

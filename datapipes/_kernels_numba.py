@@ -8,6 +8,8 @@ explicit signature given in `SIGNATURES` (a lazy signature costs 130-180 ms in t
 `_kernels_numpy.py` gives the same bits without numba; change the two together.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import carray, njit, types
 from numba.core import cgutils
@@ -237,15 +239,18 @@ def gather(starts, counts, out, first, address, itemcode):
     return np.int64(-1)
 
 
-def row_documents(place, count, width, inputs, first, begin, entries, positions, numbers, joins, sequences, costs):
+def row_documents(place, count, width, inputs, tables, positions, numbers, joins, sequences, costs):
     """What the documents of rows give, in one walk over their ends; see row_documents.py.
 
     Spans of tokens [place, place + count) make rows of `width` tokens, one after the other; one count is that of all;
-    a negative place: padding. Pieces f hold the places [first[f], first[f + 1]) and begin at token begin[f] of their
-    file; entries: (bound, address, documents), the pieces [bound, next bound) are of a file whose document ends are at
-    the address. Outputs of size 0 are left out; sequences gets what fits. Gives (sequences, the longest), or
-    (-1 - entry, 0) for an entry that is not mapped yet.
+    a negative place: padding. tables: address and length of three more arrays (an argument costs 75 ns). Pieces f hold
+    the places [first[f], first[f + 1]) and begin at token begin[f] of their file; entries: (bound, address, documents),
+    the pieces [bound, next bound) are of a file whose document ends are at the address. Outputs of size 0 are left out;
+    sequences gets what fits. Gives (sequences, the longest), or (-1 - entry, 0) for an entry that is not mapped yet.
     """
+    first = carray(_pointer(np.uint64(tables[0])), tables[1], np.int64)
+    begin = carray(_pointer(np.uint64(tables[2])), tables[3], np.int64)
+    entries = carray(_pointer(np.uint64(tables[4])), (tables[5], 3), np.int64)
     bounds = entries[:, 0]
     alike = count.size == 1
     row, at, number, found, longest = 0, 0, 0, 0, 0
@@ -309,6 +314,43 @@ def row_documents(place, count, width, inputs, first, begin, entries, positions,
     if found < sequences.size:
         sequences[found] = row * inputs
     return np.int64(found), np.int64(longest)
+
+
+def cut_documents(sequences, length, size, rank, row, begin, count):
+    """What context-parallel rank `rank` of `size` holds of rows of `length` tokens whose documents begin at `sequences`
+    (rows end to end); see Topology.cp_stretches. Returns how many stretches (row, begin in it, count).
+    """
+    parts = 2 * size
+    n = 0
+    i = 0
+    while i < sequences.size - 1:
+        r = sequences[i] // length
+        left = 0
+        j = i
+        while j < sequences.size - 1 and sequences[j] // length == r:
+            left += (sequences[j + 1] - sequences[j]) % parts
+            j += 1
+        share = left // parts
+        before = 0
+        for k in range(i, j):
+            first, tokens = sequences[k] - r * length, sequences[k + 1] - sequences[k]
+            chunk = tokens // parts
+            rest = tokens - chunk * parts
+            for turn in range(2):
+                part = parts - 1 - rank if turn else rank
+                if chunk > 0:
+                    row[n], begin[n], count[n] = r, first + part * chunk, chunk
+                    n += 1
+            for turn in range(2):
+                part = parts - 1 - rank if turn else rank
+                low = max(before, part * share)
+                held = min(before + rest, (part + 1) * share) - low
+                if held > 0:
+                    row[n], begin[n], count[n] = r, first + chunk * parts + low - before, held
+                    n += 1
+            before += rest
+        i = j
+    return n
 
 
 def mask_labels(labels, counts, ignored, out):
@@ -557,6 +599,7 @@ KERNELS = {
         aligned_starts,
         blend_route,
         blend_unroute,
+        cut_documents,
         deal_evenly,
         gather,
         mask_labels,
@@ -570,14 +613,15 @@ KERNELS = {
 
 _I64, _I32 = "int64[::1]", "int32[::1]"
 _MAPPED_I64, _MAPPED_I32 = (types.Array(item, 1, "C", readonly=True) for item in (types.int64, types.int32))
-SIGNATURES = {
+SIGNATURES: "dict[str, Any]" = {
     "permute": f"void({_I64}, {_I64}, int64, int64, int64, uint64, boolean, boolean)",
     "blend_route": f"void({', '.join([_I64] * 5)}, int64[:, ::1], {', '.join([_I64] * 4)})",
     "blend_unroute": f"void(int64, {_I64}, {_I64}, {_I64}, int64[:, ::1], int64[:, ::1], "
     f"{_I64}, {_I64}, {_I64}, {_I64}, int64)",
     "gather": f"int64({_I64}, {_I64}, {_I64}, {_I64}, uint64[::1], {_I64})",
-    "row_documents": f"UniTuple(int64, 2)({_I64}, {_I64}, int64, int64, {_I64}, {_I64}, int64[:, ::1], "
+    "row_documents": f"UniTuple(int64, 2)({_I64}, {_I64}, int64, int64, {_I64}, "
     f"int64[:, ::1], int64[:, ::1], boolean[:, ::1], int32[::1], {_I64})",
+    "cut_documents": f"int64(int32[::1], int64, int64, int64, {_I64}, {_I64}, {_I64})",
     "mask_labels": "void(int64[:, :], boolean[:, :], int64, int64[:, ::1])",
     "deal_evenly": f"void({_I64}, int64, int64, {_I64})",
     "nanoset_counts": f"void(float64[::1], {_I64}, {_I64}, {_I64})",

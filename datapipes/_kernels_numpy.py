@@ -2,7 +2,7 @@
 
 They are the oracle of the tests, and what runs where numba cannot compile. `gather` here takes files as
 arrays[e], of which the pieces [bounds[e], bounds[e + 1]) begin at item place[p], instead of the pieces' addresses, and
-`row_documents` the document ends of the entries as arrays.
+`row_documents` its tables, and the document ends of the entries, as arrays.
 """
 
 import heapq
@@ -16,6 +16,7 @@ __all__ = [
     "aligned_starts",
     "blend_route",
     "blend_unroute",
+    "cut_documents",
     "deal_evenly",
     "gather",
     "mask_labels",
@@ -248,6 +249,29 @@ def row_documents(
     if found < sequences.size:
         sequences[found] = row * inputs
     return found, longest
+
+
+def cut_documents(
+    sequences: np.ndarray, length: int, size: int, rank: int, row: Int64s, begin: Int64s, count: Int64s
+) -> int:
+    parts, n = (rank, 2 * size - 1 - rank), 0
+    documents = list(itertools.pairwise(sequences.tolist()))
+    for r, own in itertools.groupby(documents, lambda document: document[0] // length):
+        lengths = [(first - r * length, stop - first) for first, stop in own]
+        share = sum(tokens % (2 * size) for _, tokens in lengths) // (2 * size)
+        before = 0
+        for first, tokens in lengths:
+            chunk, rest = divmod(tokens, 2 * size)
+            held = [(first + part * chunk, chunk) for part in parts]
+            for part in parts:
+                low = max(before, part * share)
+                held.append((first + tokens - rest + low - before, min(before + rest, (part + 1) * share) - low))
+            for at, some in held:
+                if some > 0:
+                    row[n], begin[n], count[n] = r, at, some
+                    n += 1
+            before += rest
+    return n
 
 
 def mask_labels(labels: Int64s, counts: np.ndarray, ignored: int, out: Int64s) -> None:

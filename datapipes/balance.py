@@ -27,12 +27,12 @@ import numpy as np
 from ._torch import functional_datapipe
 from .combine import Mapper
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s, Unpickled, as_count, nodes_of
+from .document_ends import find_ends
 from .errors import BatchSizeError, ConfigurationError
 from .fingerprint import order_of
 from .gather import Routes, makes_items, plan_of
 from .kernels import kernel
 from .read import TokenSpace
-from .row_documents import RowDocuments
 from .shard import RankSharder
 from .slice import TokenWindows
 from .steps import nearest_multiples
@@ -98,11 +98,13 @@ class RankBalancer(RankSharder):
                     "it makes others: put it after batch_samples, or deal with shard_ranks"
                 )
             if isinstance(node, TokenSpace):
+                find_ends(node.files)
                 for file in node.files:
                     if not file.documents:
                         raise ConfigurationError(
                             f"{file.path}: stores no document ends, so what its rows cost is not known; a file from "
-                            "TokenFileWriter or `tokenpipe tokenize` has them; shard_ranks needs none"
+                            "TokenFileWriter or `tokenpipe tokenize` has them, TokenReader(..., end_of_text=ID) finds "
+                            "them by the id that closes documents; shard_ranks needs none"
                         )
 
     def check_batches(self, micro_batch_size: int) -> None:
@@ -184,7 +186,7 @@ class _Deals:
         self._plan, self._stop, self._size, self._ranks, self._rows = plan, stop, size, ranks, rows
         self._every = every
         assert plan.gather is not None  # check() saw that all rows are windows
-        self._documents = RowDocuments(plan.gather)
+        self._documents = plan.gather.documents
         self._there = np.array([bool(leaf.children) for leaf in plan.leaves])  # dropped sources may be gone
         self._kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.end: int | None = None

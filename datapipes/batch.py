@@ -25,8 +25,8 @@ class Rows(NamedTuple):
     sample_numbers: int64 (b,), −1 for padding. sources: int64 (b,), indices into `source_names`.
     valid: bool (b,), False for padding; None unless `once(tail="pad")` is below.
     masked: bool (b,), True where `exclude` masks every label; None unless a row is.
-    places: int64 (b,), the rows' places in the gather's table (see `TokenGather`), −1 for padding; None where a map
-        made them.
+    places: int64 (b,), the rows' places in the gather's table (see `TokenGather`), −1 for padding and for rows that
+        cannot be read and were skipped; None where a map made them.
     """
 
     tokens: Any
@@ -204,12 +204,14 @@ class SampleBatcher(IndexedDataPipe):
             elif valid is not None:
                 rows = np.flatnonzero(valid[rows]) + at
             hidden = None if masked is None else masked[rows]
+            where = places[rows]
             try:
-                tokens = self.gathered(gather, places[rows], width, columns, ahead is not None)
+                tokens = self.gathered(gather, where, width, columns, ahead is not None)
             except Exception as error:
-                tokens, bad = self._salvaged(error, gather, places[rows], samples[rows], width, columns)
+                tokens, bad = self._salvaged(error, gather, where, samples[rows], width, columns)
                 hidden = bad if hidden is None else hidden | bad
-            yield Rows(tokens, samples[rows], sources[rows], kept, hidden, places[rows])
+                where = np.where(bad, -1, where)  # nothing is asked of a file that cannot be read
+            yield Rows(tokens, samples[rows], sources[rows], kept, hidden, where)
 
     def gathered(self, gather: TokenGather, places: Int64s, width: int, columns: Any, advised: bool) -> np.ndarray:
         """The rows of one batch: the reading of it all."""
@@ -221,7 +223,7 @@ class SampleBatcher(IndexedDataPipe):
         """((b, width) rows, bool (b,) those that stand for one that cannot be made), or raises the error."""
         if (skipper := self._skipper) is None or not isinstance(error, skipper.exceptions):
             raise error
-        counts = gather.stretches(places[:1], width, columns)[1]
+        counts = gather.stretches(np.full(1, -1, np.int64), width, columns)[1]  # as many of each row, of padding too
         return skipper.rows(lambda i: gather.rows(places[i : i + 1], width, columns)[0], samples, int(counts.sum()))
 
     def _places_after(self, batch: int) -> Int64s:

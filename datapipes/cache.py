@@ -53,7 +53,7 @@ __all__ = [
 MAGIC = b"TOKINDX\0"
 HEADER = 256
 _HEADER = struct.Struct("<8sII32s16sII4Q" + "QII" * 4)
-_DTYPES = {4: np.dtype("<i4"), 8: np.dtype("<i8")}
+_DTYPES: "dict[int, np.dtype]" = {4: np.dtype("<i4"), 8: np.dtype("<i8")}
 _BLOCK = 1 << 22
 
 LONGEST_WAIT = 600.0
@@ -119,7 +119,8 @@ def _read(path: Path, key: bytes) -> "CachedArrays | None":
             if version != 1 or head_crc != _crc(head) or stored != key or count > 4:
                 return None
             numbers, shapes = tuple(rest[:4]), [rest[4 + 3 * i : 6 + 3 * i] for i in range(count)]
-            arrays, at = [], HEADER
+            arrays: list[tuple[np.dtype, int, int]] = []
+            at = HEADER
             for items, itemsize in shapes:
                 if itemsize not in _DTYPES:
                     return None
@@ -196,9 +197,9 @@ def index_folder() -> Path:
         path = Path(given)
         with contextlib.suppress(OSError):
             path.mkdir(parents=True, exist_ok=True)
-        if path.is_dir() and os.access(path, os.W_OK | os.X_OK):
+        if path.is_dir():  # perhaps one that can be read alone, with all that is wanted in it
             return path
-        raise ConfigurationError(f"TOKENPIPE_CACHE is {given!r}, which is no folder that can be written")
+        raise ConfigurationError(f"TOKENPIPE_CACHE is {given!r}, which is no folder, nor could be made one")
     for base in users_cache(user):
         if (folder := own_folder(base / "indexes", user)) is not None:
             return folder

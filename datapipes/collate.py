@@ -310,7 +310,7 @@ class CausalLMCollator(IndexedDataPipe):
         tokens = tokens.astype(self._dtype, copy=False)
         if self._columns is None or rows.places is None:
             return self._cut.whole(tokens, where)
-        return self._cut.split(tokens)
+        return self._cut.split(tokens, self._columns)
 
     def _label(
         self,

@@ -37,17 +37,20 @@ class Cut:
     def columns(self, length: int) -> "Columns | None":
         """What to read of rows of S + 1 tokens, so that `split` finds it; None: all."""
         ranges = self.topology.cp_ranges(length, self.how)
-        if self.inputs and self.labels and ranges == [(0, length)]:
-            return None
+        if self.inputs and self.labels and len(ranges) == 1:
+            start, stop = ranges[0]
+            return None if (start, stop) == (0, length) else [(start, stop + 1)]
         after = [(start + 1, stop + 1) for start, stop in ranges]
         return (ranges if self.inputs else []) + (after if self.labels else [])
 
-    def label_columns(self, length: int) -> Columns:
-        """The columns of the labels alone."""
+    def label_columns(self, length: int, gather: TokenGather) -> Columns:
+        """The columns of the labels alone, for what has the same places as `gather`, which knows of documents."""
         return [(start + 1, stop + 1) for start, stop in self.topology.cp_ranges(length, self.how)]
 
-    def split(self, tokens: np.ndarray) -> "tuple[np.ndarray | None, np.ndarray | None]":
-        """What was read of rows by `columns`, (b, L) → (inputs, labels), each (b, tokens held), None for not held."""
+    def split(self, tokens: np.ndarray, columns: Columns) -> "tuple[np.ndarray | None, np.ndarray | None]":
+        """What was read of rows, (b, L) → (inputs, labels), each (b, tokens held), None for what is not held."""
+        if self.inputs and self.labels and not callable(columns) and len(columns) == 1:
+            return tokens[:, :-1], tokens[:, 1:]
         half = tokens.shape[1] // max(1, self.inputs + self.labels)
         return tokens[:, :half] if self.inputs else None, tokens[:, half * self.inputs :] if self.labels else None
 
@@ -80,8 +83,9 @@ class DocumentCut(Cut):
         self.topology.cp_ranges(length)  # or it does not share out
         return self if self.inputs or self.labels else []
 
-    def label_columns(self, length: int) -> Columns:
-        return replace(self, inputs=False, labels=True)
+    def label_columns(self, length: int, gather: TokenGather) -> Columns:
+        labels = replace(self, inputs=False, labels=True)
+        return lambda _, places, width: labels(gather, places, width)
 
     def __call__(self, gather: TokenGather, places: Int64s, width: int) -> "tuple[Int64s, Int64s]":
         row, begin, count = self._stretches(gather.documents, places, width)
@@ -97,8 +101,7 @@ class DocumentCut(Cut):
     def _stretches(self, documents: RowDocuments, places: Int64s, width: int) -> "tuple[Int64s, Int64s, Int64s]":
         sequences = documents.fill(places, width, cu_seqlens=True).cu_seqlens
         assert sequences is not None  # it was asked for
-        row, begin = np.divmod(sequences[:-1].astype(np.int64), width - 1)
-        return self.topology.cp_stretches(row, begin, np.diff(sequences).astype(np.int64), width - 1)
+        return self.topology.cp_stretches(sequences, width - 1)
 
     def where(self, gather: TokenGather, places: Int64s, width: int) -> "Int64s | None":
         _, begin, count = self._stretches(gather.documents, places, width)

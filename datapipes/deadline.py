@@ -5,11 +5,25 @@ when its current node has to be done; that one looks at it while it waits, and r
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Deadline", "in_worker", "noted", "tell_deadlines"]
+from .errors import ArgumentTypeError, ConfigurationError
+
+__all__ = ["Deadline", "as_seconds", "in_worker", "noted", "tell_deadlines"]
+
+
+def as_seconds(name: str, value: Any, least: float = math.ulp(0.0)) -> float:
+    """`value` as a finite number of seconds from `least` on, above 0 unless given. Raises ArgumentTypeError,
+    ConfigurationError.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(f"{name} must be a number of seconds, got {value!r:.80}")
+    if not (math.isfinite(value) and value >= least):
+        raise ConfigurationError(f"{name} must be {'0 or more' if least == 0 else 'above 0'} and finite, got {value}")
+    return float(value)
 
 
 class Deadline(NamedTuple):

@@ -9,8 +9,9 @@ from typing import Any
 
 from ._torch import DataPipe, IterDataPipe, MapDataPipe, functional_datapipe
 from .core import IndexedDataPipe, Unpickled
+from .deadline import as_seconds
 from .errors import ArgumentTypeError
-from .rank_group import RankGroup, as_timeout
+from .rank_group import RankGroup
 
 __all__ = ["FullSync"]
 
@@ -39,7 +40,7 @@ class FullSync(IterDataPipe):
                 "equally many items by themselves (shard_ranks)"
             )
         self.datapipe = datapipe
-        self.timeout = as_timeout(timeout)
+        self.timeout = as_seconds("timeout", timeout)
         self._ranks = Unpickled()
 
     def over(self, ranks: RankGroup) -> "FullSync":

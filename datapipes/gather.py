@@ -98,6 +98,7 @@ class TokenGather:
         self.itemcode: Int64s = np.repeat(itemcode, np.diff(self.bounds))  # (pieces,)
         self.address = np.zeros(pieces, np.uint64)  # 0: not mapped
         self.arrays: list[np.ndarray | None] = [None] * len(layouts)
+        self._kept_ranges: tuple[Any, int, Int64s, Int64s] | None = None
         self._open: dict[int, FileMap] = {}
         self._turn = (0, 0)  # which map, and from which of its bytes on, is let go of next
         with _REGISTERING:
@@ -129,7 +130,7 @@ class TokenGather:
             self.ask_for(places, counts)
         shown = width
         if columns is not None:
-            shown = int(np.broadcast_to(counts, places.shape).sum()) // max(1, starts.size)
+            shown = int(counts[0] * places.size if counts.size == 1 else counts.sum()) // max(1, starts.size)
         out = np.empty((starts.size, shown), np.int64)
         self._fill(places, counts, out.reshape(-1))
         WATCH.rows_left = left = WATCH.rows_left - starts.size
@@ -152,12 +153,22 @@ class TokenGather:
             for start, stop in columns:
                 if not 0 <= start < stop <= width:
                     raise ConfigurationError(f"columns [{start}, {stop}) are not within a row of {width} tokens")
-            begins, stops = np.array(columns, np.int64).reshape(-1, 2).T
-            places = np.where(starts[:, None] < 0, -1, starts[:, None] + begins).reshape(-1)
-            counts = np.tile(stops - begins, starts.size)
+            begins, counts = self._ranges_of(columns, starts.size)
+            places = (starts[:, None] + begins).reshape(-1)
+            if starts.size and starts.min() < 0:
+                places[np.repeat(starts < 0, begins.size)] = -1
         if self._laid_out and places.size and places.max() >= self._table:
             _, places, counts = self.spans(places, counts)
         return places, counts
+
+    def _ranges_of(self, columns: "Sequence[tuple[int, int]]", rows: int) -> "tuple[Int64s, Int64s]":
+        """((k,) where ranges of columns begin, their tokens for all rows), kept for the next batch."""
+        kept, columns = self._kept_ranges, tuple(columns)
+        if kept is None or kept[:2] != (columns, rows):
+            begins, stops = np.array(columns, np.int64).reshape(-1, 2).T.copy()
+            counts = stops - begins if len(columns) == 1 else np.tile(stops - begins, rows)
+            self._kept_ranges = kept = (columns, rows, begins, counts)
+        return kept[2], kept[3]
 
     def spans(self, places: Int64s, counts: "Int64s | int") -> "tuple[Int64s, Int64s, Int64s]":
         """Windows as stretches that follow one another in the table: (n,) windows → (m,) which window each is of,

@@ -68,7 +68,7 @@ class LabelRules:
             ends = self._ends[rows.sources][:, None]
             counts = labels != ends if counts is None else counts & (labels != ends)
         if self._scores is not None:
-            columns = cut.label_columns(self._plan.width - 1)
+            columns = cut.label_columns(self._plan.width - 1, self._gather)
             scored = as_loss_mask(self._scores.rows(places, self._plan.width, columns))
             counts = scored if counts is None else counts & scored
         if self._gather.lays_out and (filled := self._padding(places)) is not None:

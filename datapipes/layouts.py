@@ -10,6 +10,7 @@ cp              zigzag            contiguous         whole (the trainer   zigzag
                                                      cuts it)
 """
 
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -155,6 +156,7 @@ def _renamed(parts: Parts, names: "dict[str, str]") -> Parts:
     return {names.get(key, key): value for key, value in parts.items()}
 
 
+@functools.cache
 def _tensor_pointer() -> Any:
     if importlib.util.find_spec("nanotron") is None:
         return TensorPointer

@@ -19,6 +19,7 @@ is started, and workers inherit them: TOKENPIPE_READ_AHEAD_MIB (default 16 a loa
 TOKENPIPE_RESIDENT_MIB (default 4096, 0: no bound).
 """
 
+import contextlib
 import functools
 import mmap
 import os
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, TokenFileError
 from .filemap import FileMap
 
 try:
@@ -166,5 +167,6 @@ class ReadAhead:
         start = max(at, self._asked)
         stop = min(at + self._depth, start + 2 * self._rows)  # grows one by one: no batch waits for many others
         if stop > start:
-            self._gather.ask_for(*self._gather.stretches(self._places[start:stop], self._width, self._columns))
             self._asked = stop
+            with contextlib.suppress(TokenFileError):  # of what says where documents begin: it comes with its own batch
+                self._gather.ask_for(*self._gather.stretches(self._places[start:stop], self._width, self._columns))

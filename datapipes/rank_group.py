@@ -7,30 +7,20 @@ Waiting goes in slices, so that signal handlers run. Answers travel as integers 
 import contextlib
 import itertools
 import json
-import math
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .errors import ArgumentTypeError, ConfigurationError, LoaderError, RankError
+from .errors import LoaderError, RankError
 
-__all__ = ["RankGroup", "as_timeout", "rank_and_ranks", "ranks_text"]
+__all__ = ["RankGroup", "rank_and_ranks", "ranks_text"]
 
 NUMBERS = itertools.count()  # of groups made: alike on all ranks, as making one is a collective
 SLICE = timedelta(seconds=1)
 LATEST = 10.0
 """Seconds after a failure in which the ranks say that they are there."""
-
-
-def as_timeout(timeout: Any) -> float:
-    """`timeout` in seconds. Raises ArgumentTypeError, ConfigurationError unless it is above 0 and finite."""
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise ArgumentTypeError(f"timeout must be a number of seconds, got {timeout!r}")
-    if not (timeout > 0 and math.isfinite(timeout)):
-        raise ConfigurationError(f"timeout must be above 0 seconds and finite, got {timeout}")
-    return float(timeout)
 
 
 def rank_and_ranks() -> "tuple[int, int]":

@@ -59,8 +59,8 @@ class RowDocuments:
         self._entries = np.zeros((gather.bounds.size, 3), np.int64)  # bound, address (0: not mapped), documents
         self._entries[:, 0] = gather.bounds
         self._entries[:-1, 2] = documents[gather.file]
-        self._table = gather.first, gather.place, self._entries
-        self._laid_out = any(space.table is not None for space in gather.spaces)
+        self._tables = gather.first, gather.place, self._entries
+        self._addresses = np.array([n for a in self._tables for n in (a.ctypes.data, len(a))], np.int64)
         self._alike: dict[int, Int64s] = {}  # the count of rows that are one span each, by their width
         self._arrays: list[np.ndarray | None] = [None] * gather.file.size
         self._maps: dict[int, Any] = {}
@@ -111,7 +111,7 @@ class RowDocuments:
             positions if position_ids else None,
             numbers if document_ids else None,
             begins if joins else None,
-            sequences[: found + 1].copy() if cu_seqlens else None,
+            sequences[: found + 1] if cu_seqlens else None,
             longest,
         )
 
@@ -139,12 +139,15 @@ class RowDocuments:
         counts = self._alike.get(width)
         if counts is None:
             places, counts = self._gather.stretches(places, width)
-            if not self._laid_out:
+            if not self._gather.lays_out:
                 self._alike = {width: counts}  # 0.5 µs less from now on
-        arguments = (places, counts, width, inputs, *self._table, positions, numbers, joins, sequences, costs)
+        rows, outputs = (places, counts, width, inputs), (positions, numbers, joins, sequences, costs)
         with self._lock:
             while True:
-                found, longest = walk(*arguments) if compiled else walk(*arguments, self._arrays)
+                if compiled:
+                    found, longest = walk(*rows, self._addresses, *outputs)
+                else:
+                    found, longest = walk(*rows, *self._tables, *outputs, self._arrays)
                 if found >= 0:
                     return found, longest
                 self._map(int(self._gather.file[-1 - found]))
@@ -158,8 +161,12 @@ class RowDocuments:
             self._maps.clear()
         ends: Any = self._gather.files[f].document_ends()
         if isinstance(ends, np.memmap):  # which keeps a descriptor: a thousand files would be too many
-            path, offset, count = Path(str(ends.filename)), ends.offset, ends.size
-            del ends
+            whole = ends
+            while isinstance(whole.base, np.memmap):  # a view of a map says its offset, not its own
+                whole = whole.base
+            path, count = Path(str(ends.filename)), ends.size
+            offset = whole.offset + ends.ctypes.data - whole.ctypes.data
+            del ends, whole
             view = FileMap(path, path.stat().st_size)
             self._maps[f] = view
             address, array = view.address + offset, view.array(np.dtype("<u8"), offset, count)

@@ -39,7 +39,7 @@ class RankSharder(IndexedDataPipe):
     def __init__(self, datapipe: IndexedDataPipe, topology: Topology, seed: "int | None" = None) -> None:
         super().__init__(datapipe)
         if not isinstance(topology, Topology):
-            raise ArgumentTypeError(f"shard_ranks takes a Topology, got {topology!r}")
+            raise ArgumentTypeError(f"{self.functional_name} takes a Topology, got {topology!r}")
         self._topology = topology
         self.seed = None if seed is None else as_count("seed", seed, 0)
         self._key = None if seed is None else derive_key(self.seed or 0, "shard")
@@ -47,7 +47,9 @@ class RankSharder(IndexedDataPipe):
 
     def check(self) -> None:
         if self.datapipe.topology is not None or self.datapipe.steps is not None:
-            raise ConfigurationError("shard_ranks stands once in a graph, before batch_samples")
+            raise ConfigurationError(
+                f"{self.functional_name}: a graph is dealt to the ranks once, before batch_samples"
+            )
 
     def check_batches(self, micro_batch_size: int) -> None:
         """Raises BatchSizeError for micro-batches that the samples are not dealt for."""

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .core import Int64s, as_count
 from .errors import ArgumentTypeError, ConfigurationError, TopologyError
+from .kernels import kernel
 
 __all__ = ["Topology"]
 
@@ -196,33 +197,21 @@ class Topology:
             return [(first, second + chunk)]
         return [(first, first + chunk), (second, second + chunk)]
 
-    def cp_stretches(
-        self, row: Int64s, begin: Int64s, length: Int64s, sequence_length: int
-    ) -> "tuple[Int64s, Int64s, Int64s]":
+    def cp_stretches(self, cu_seqlens: np.ndarray, sequence_length: int) -> "tuple[Int64s, Int64s, Int64s]":
         """What this context-parallel rank holds of rows that are cut document by document: a zigzag in each.
 
         A document of L tokens gives 2C chunks of L // 2C; what is left over of it, fewer than 2C tokens, is dealt by a
         zigzag over what is left over of its whole row. So all ranks hold sequence_length / C tokens of each row.
 
         Args:
-            row, begin, length: int64 (n,), documents in order: which row each is in, its first token there, its tokens.
+            cu_seqlens: int32 (documents + 1,), where they begin in the rows, end to end; each row begins one.
 
         Returns (m,) stretches in order: the row, the first token there, the tokens.
         """
-        size, parts = self.cp_size, (self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank)
-        chunk, left = np.divmod(length, 2 * size)
-        first = np.searchsorted(row, np.arange(int(row[-1]) + 1 if row.size else 0))  # each row's first document
-        before = np.cumsum(left) - left
-        share = np.add.reduceat(left, first) // (2 * size) if row.size else left
-        before -= np.repeat(before[first], np.diff(np.append(first, row.size)))  # in its row
-        begins, counts = [begin + part * chunk for part in parts], [chunk, chunk]
-        for part in parts:
-            low = np.maximum(before, part * share[row])
-            begins.append(begin + 2 * size * chunk + low - before)
-            counts.append(np.maximum(0, np.minimum(before + left, (part + 1) * share[row]) - low))
-        begin, count = np.stack(begins, axis=1).reshape(-1), np.stack(counts, axis=1).reshape(-1)
-        held = np.flatnonzero(count)
-        return np.repeat(row, 4)[held], begin[held], count[held]
+        row, begin, count = (np.empty(4 * (cu_seqlens.size - 1), np.int64) for _ in range(3))
+        function, _ = kernel("cut_documents")
+        n = function(cu_seqlens, sequence_length, self.cp_size, self.cp_rank, row, begin, count)
+        return row[:n], begin[:n], count[:n]
 
     def slot_of_rank(self, turn: Int64s) -> Int64s:
         """(n,) how far each round is turned → (n,) this dp rank's slot in the round."""

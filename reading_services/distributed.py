@@ -22,11 +22,12 @@ from ..adapters.surgery import list_dps, traverse_dps
 from ..datapipes._torch import DataPipe, IterDataPipe, MapDataPipe, apply_sharding
 from ..datapipes.collate import CausalLMCollator
 from ..datapipes.core import IndexedDataPipe, nodes_of
+from ..datapipes.deadline import as_seconds
 from ..datapipes.errors import LoaderError, LoaderWarning, StateError, StateMismatchError, TopologyError
 from ..datapipes.full_sync import FullSync
 from ..datapipes.items import items_of
 from ..datapipes.names import named_nodes
-from ..datapipes.rank_group import RankGroup, as_timeout, rank_and_ranks, ranks_text
+from ..datapipes.rank_group import RankGroup, rank_and_ranks, ranks_text
 from ..datapipes.rank_zero import warn
 from ..datapipes.shard import RankSharder
 from ..datapipes.topology import AXES, Topology
@@ -58,7 +59,7 @@ class DistributedReadingService(CheckpointableReadingServiceInterface):
     """
 
     def __init__(self, timeout: float = 1800) -> None:
-        self.timeout = as_timeout(timeout)
+        self.timeout = as_seconds("timeout", timeout)
         self._ranks: RankGroup | None = None
         self._was: tuple[int, int] | None = None  # rank and ranks, also after the end
         self._set_up(None)

@@ -12,7 +12,8 @@ from ..adapters.surgery import same_graph, traverse_dps
 from ..adapters.timeout import TimeoutWrapper
 from ..datapipes._torch import DataPipe, IterDataPipe, apply_sharding
 from ..datapipes.core import IndexedDataPipe, as_count
-from ..datapipes.errors import ArgumentTypeError, ConfigurationError
+from ..datapipes.deadline import as_seconds
+from ..datapipes.errors import ArgumentTypeError
 from ..datapipes.full_sync import FullSync
 from ..datapipes.names import named_nodes
 from ..datapipes.streaming.shard import BEGINNING, Snapshot, later, say_replayed
@@ -73,12 +74,7 @@ class MultiProcessingReadingService(InProcessReadingService):
         self.multiprocessing_context = multiprocessing_context
         self._context = context_of(multiprocessing_context) if self.num_workers else None
         self.worker_init_fn, self.worker_reset_fn = worker_init_fn, worker_reset_fn
-        if stall_timeout is not None:
-            if isinstance(stall_timeout, bool) or not isinstance(stall_timeout, (int, float)):
-                raise ArgumentTypeError(f"stall_timeout must be a number of seconds or None, got {stall_timeout!r}")
-            if not 0 < stall_timeout < float("inf"):
-                raise ConfigurationError(f"stall_timeout must be above 0, got {stall_timeout}; None would be no limit")
-        self.stall_timeout = stall_timeout
+        self.stall_timeout = None if stall_timeout is None else as_seconds("stall_timeout", stall_timeout)
         self.pin_memory = pin_memory
         self._pool: Pool | None = None
         self._replaced = 0  # in pools before this one

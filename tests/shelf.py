@@ -15,9 +15,12 @@ I64 = np.int64
 
 
 class Shelf:
-    """Sources of several files of documents. Token k of all files, end to end, is the id 1 + k: no id comes twice."""
+    """Sources of several files of documents. Token k of all files, end to end, is the id 1 + k: no id comes twice.
 
-    def __init__(self, folder: Path, sources: "dict[str, list[list[int]]]") -> None:
+    With `scored` ids that 3 divides do not count, by `.loss` files.
+    """
+
+    def __init__(self, folder: Path, sources: "dict[str, list[list[int]]]", scored: bool = False) -> None:
         self.document: dict[int, tuple[str, int, int]] = {}  # {token: (source, file, document)}
         self.paths: dict[str, list[str]] = {}
         token = 1
@@ -26,7 +29,8 @@ class Shelf:
                 path = folder / f"{source}-{f}.tok"
                 with TokenFileWriter(path, vocab_size=60_000) as writer:
                     for d, length in enumerate(lengths):
-                        writer.write(np.arange(token, token + length))
+                        ids = np.arange(token, token + length)
+                        writer.write(ids, ids % 3 > 0 if scored else None)
                         self.document |= dict.fromkeys(range(token, token + length), (source, f, d))
                         token += length
                 self.paths.setdefault(source, []).append(str(path))

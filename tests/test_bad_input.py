@@ -25,6 +25,7 @@ from tokenpipe.datapipes import (
     NanosetOrder,
     Once,
     Permuter,
+    RankBalancer,
     RankSharder,
     Reorderer,
     SampleBatcher,
@@ -358,6 +359,20 @@ RANKS = [
     bad("sharding twice", lambda d: d.sharded.shard_ranks(Topology()), ConfigurationError, "shard_ranks", "once"),
     bad("sharding batches", lambda d: d.batched.shard_ranks(Topology()), ConfigurationError, "shard_ranks",
         "before batch_samples"),
+    bad("balancing over no topology", lambda d: d.weighted.balance_ranks(2, 4, 8), ArgumentTypeError, "Topology", "2"),
+    *integers("balanced micro_batch_size", lambda d, v: d.weighted.balance_ranks(Topology(), v, 8), "micro_batch_size",
+              "1", 0, 2**63),
+    *integers("balanced global_batch_size", lambda d, v: d.weighted.balance_ranks(Topology(), 1, v),
+              "global_batch_size", "1", 0, 2**63),
+    bad("a balance that does not divide", lambda d: d.weighted.balance_ranks(Topology(0, 3), 2, 8), BatchSizeError,
+        "global_batch_size 8", "6 or 12"),
+    bad("a balance by another cost", lambda d: d.weighted.balance_ranks(Topology(), 2, 8, cost="rows"),
+        ConfigurationError, "'rows'", "'attention' would do"),
+    bad("a balance of unknown documents", lambda d: d.weighted.balance_ranks(Topology(), 2, 8), ConfigurationError,
+        "prose.bin", "stores no document ends", "end_of_text"),
+    bad("balancing twice", lambda d: d.sharded.balance_ranks(Topology(), 2, 8), ConfigurationError, "balance_ranks",
+        "once"),
+    bad("balancing a stream", lambda d: RankBalancer(d.stream, Topology(), 2, 8), ArgumentTypeError, "IterableWrapper"),
     bad("sharding a stream", lambda d: RankSharder(d.stream, Topology()), ArgumentTypeError, "IterableWrapper"),
 ]  # fmt: skip
 
@@ -470,7 +485,8 @@ def test_a_bad_argument_is_a_clear_error_and_what_it_was_given_to_works_on(case,
 def test_every_node_takes_part_in_the_table(data):
     nodes = {
         Blender, CausalLMCollator, Concater, DocumentSelector, Excluder, Limiter, Mapper, NanosetOrder, Once, Permuter,
-        RankSharder, Reorderer, SampleBatcher, SequenceResizer, SequenceSlicer, Skipper, TokenReader, Zipper,
+        RankBalancer, RankSharder, Reorderer, SampleBatcher, SequenceResizer, SequenceSlicer, Skipper, TokenReader,
+        Zipper,
     }  # fmt: skip
     registered = {f for f in MapDataPipe.functions.values() if getattr(f.args[0], "functional_name", None)}
     ours = {f.args[0] for f in registered if f.args[0].__module__.startswith("tokenpipe.")}

@@ -209,8 +209,8 @@ def test_contents_names_the_rank_that_gets_the_row(folder, dp, rows, units, cons
             assert found[record.rank][batch][record.row] == record.sample_number
             assert record in loaders[-1].contents(step)
     record = loaders[0].contents(consumed)[-1]
-    seen = loaders[0].when(record.source, record.token + 1, range(consumed, consumed + 1))[0]
-    assert (seen.rank, seen.micro_batch, seen.row) == (record.rank, record.micro_batch, record.row)
+    seen = loaders[0].when(record.source, record.token + 1, range(consumed, consumed + 1))  # a small source comes twice
+    assert record[:4] in [found[:4] for found in seen]
 
 
 @pytest.mark.parametrize("tail", ["drop", "pad", "uneven"])
@@ -325,6 +325,17 @@ def test_lint_and_plan_take_it_for_no_stride(folder):
     assert not [text for text in plan.warnings if "rhythm" in text]
 
 
+def test_packed_rows_are_dealt_by_their_documents(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("TOKENPIPE_CACHE", str(tmp_path))
+    order = TokenReader(folder / "prose.tok").pack_documents(S).permute(seed=7)
+    loaders = [DataLoader2(graph_of(order, rank, 2, 2, 8)) for rank in range(2)]
+    found = delivered(loaders, 4)
+    assert sorted(n for own in found for batch in own for n in batch) == list(range(16))
+    for step in range(2):
+        for record in loaders[0].contents(step):
+            assert found[record.rank][2 * step + record.micro_batch][record.row] == record.sample_number
+
+
 def test_adapters_around_its_nodes_change_nothing(folder):
     graph = graph_of(order_in(folder), 1, 2, 2, 8)
     expected = delivered([DataLoader2(graph)], 9)
@@ -343,9 +354,14 @@ def test_sizes_that_do_not_divide_are_refused_with_what_would_do(folder):
         order.balance_ranks(Topology(0, 2), 2, 8, cost="tokens")
 
 
-def test_rows_whose_documents_are_not_known_are_refused(folder, token_file):
+def test_rows_whose_documents_are_not_known_are_refused(folder, token_file, monkeypatch, tmp_path):
+    monkeypatch.setenv("TOKENPIPE_CACHE", str(tmp_path / "ends"))
     raw = TokenReader(token_file("raw.bin", 2000), dtype="uint16").slice_sequences(S)
-    with pytest.raises(ConfigurationError, match=r"raw\.bin: stores no document ends.*shard_ranks needs none"):
+    with pytest.raises(
+        ConfigurationError, match=r"raw\.bin: stores no document ends.*end_of_text=ID.*shard_ranks needs none"
+    ):
         raw.balance_ranks(Topology(0, 2), 2, 8)
+    found = TokenReader(token_file("raw.bin", 2000), dtype="uint16", end_of_text=7).slice_sequences(S)
+    assert found.balance_ranks(Topology(0, 2), 2, 8).fetch([0]).shape == (1, S + 1)
     with pytest.raises(ConfigurationError, match="map_items below it makes others"):
         order_in(folder).map(np.copy, seeded=False).balance_ranks(Topology(0, 2), 2, 8)

@@ -233,6 +233,32 @@ def test_both_name_the_same_file_that_is_not_mapped_yet(sizes, gaps, places):
         assert out.tolist() == same.tolist()
 
 
+# parts of rows --------------------------------------------------------------------------------------------------
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=8), min_size=1, max_size=4),
+    size=st.integers(2, 5),
+)
+def test_both_cut_documents_alike_and_the_ranks_share_out_each_row(rows, size):
+    length = max(sum(row) for row in rows)
+    length += -length % (2 * size)
+    rows = [[*row, length - sum(row)] if sum(row) < length else row for row in rows]
+    sequences = np.cumsum([0, *(tokens for row in rows for tokens in row)], dtype=np.int32)
+    held = np.zeros((len(rows), length), I64)
+    for rank in range(size):
+        found = []
+        for kernel in both("cut_documents"):
+            out = [np.full(4 * sequences.size, -9, I64) for _ in range(3)]
+            found.append([array[: kernel(sequences, length, size, rank, *out)].tolist() for array in out])
+        assert found[0] == found[1]
+        row, begin, count = (np.array(part) for part in found[0])
+        assert np.bincount(row, count, len(rows)).tolist() == [length / size] * len(rows)
+        for r, first, tokens in zip(row, begin, count, strict=True):
+            held[r, first : first + tokens] += 1
+    assert (held == 1).all()
+
+
 # Nanoset ----------------------------------------------------------------------------------------------------
 
 

@@ -400,3 +400,218 @@ def test_rows_that_a_map_made_are_cut_too_and_whole_batches_below_a_map_stay_who
     for other in (by_samples, by_batches):
         ours, theirs = plain.collate_causal_lm().fetch([0])[0], other.collate_causal_lm().fetch([0])[0]
         assert same({key: -value for key, value in ours.items()}, theirs)
+
+
+# What is read -----------------------------------------------------------------------------------------------
+
+PAGE = mmap.PAGESIZE
+ROW = 32 * PAGE // 2
+"""Tokens of a row whose inputs are 32 pages of uint16."""
+
+
+def resident(path: Path) -> "set[int]":
+    """The pages of a file that are in the page cache (mincore(2)); mapping it reads none."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        view = (ctypes.c_char * len(mapped)).from_buffer(mapped)
+        pages = (ctypes.c_ubyte * -(-len(mapped) // PAGE))()
+        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(view)), ctypes.c_size_t(len(mapped)), pages)
+        del view
+    assert not failed
+    return {page for page, there in enumerate(pages) if there & 1}
+
+
+def forget(path: Path) -> None:
+    """Drops a file from the page cache; the test is skipped where that cannot be."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident(path):
+        pytest.skip("this file system keeps its pages")
+
+
+def pages_of(rows: "list[int]", columns: "list[tuple[int, int]]") -> "set[int]":
+    """The pages in which these tokens of these windows of ROW tokens lie."""
+    return {
+        page
+        for row, (start, stop) in itertools.product(rows, columns)
+        for page in range(2 * (row * ROW + start) // PAGE, -(-2 * (row * ROW + stop) // PAGE))
+    }
+
+
+@pytest.fixture
+def long_rows(tmp_path, monkeypatch):
+    """A file of 24 windows of ROW tokens, and what its batches of two shall be dealt as."""
+    monkeypatch.setattr("tokenpipe.datapipes.pages.WATCH.reading", False)
+    monkeypatch.setenv("TOKENPIPE_READ_AHEAD_MIB", "0")
+    path = tmp_path / "long.bin"
+    (np.arange(24 * ROW + 1) % 50_000).astype("<u2").tofile(path)
+    return path
+
+
+READ = {
+    "a stage alone": (Topology(), {}, [(0, ROW + 1)]),
+    "the first stage": (Topology(pp_size=3), {}, [(0, ROW)]),
+    "a middle stage": (Topology(pp_rank=1, pp_size=3), {}, []),
+    "a middle stage that says which samples": (Topology(pp_rank=1, pp_size=3), {"sample_numbers": True}, []),
+    "a middle stage of nanotron": (Topology(pp_rank=1, pp_size=3), {"layout": "nanotron"}, []),
+    "the last stage": (Topology(pp_rank=2, pp_size=3), {}, [(1, ROW + 1)]),
+    "a zigzag": (Topology(cp_size=2), {}, [(0, ROW // 4 + 1), (3 * ROW // 4, ROW + 1)]),
+    "a zigzag's middle": (Topology(cp_rank=1, cp_size=2), {}, [(ROW // 4, 3 * ROW // 4 + 1)]),
+    "a part": (Topology(cp_rank=1, cp_size=4), {"cp": "contiguous"}, [(ROW // 4, ROW // 2 + 1)]),
+    "labels of a zigzag": (
+        Topology(pp_rank=1, pp_size=2, cp_size=4),
+        {"layout": "megatron"},
+        [(1, ROW // 8 + 1), (7 * ROW // 8 + 1, ROW + 1)],
+    ),
+    "torchtitan's last stage": (Topology(pp_rank=1, pp_size=2, cp_size=2), {"layout": "torchtitan"}, [(1, ROW + 1)]),
+}
+
+
+@pytest.mark.parametrize("where", READ)
+def test_of_a_file_no_page_is_read_but_those_of_the_tokens_that_the_rank_holds(long_rows, where):
+    place, collation, columns = READ[where]
+    windows = TokenReader(long_rows, dtype="uint16").slice_sequences(ROW).permute(seed=5)
+    graph = windows.batch_samples(2).collate_causal_lm(topology=place, **collation)
+    rows = windows.route(np.array([6, 7, 14, 15]))[1].tolist()
+    forget(long_rows)
+    graph.fetch([3])
+    next(iter(graph.iterate(7)))
+    assert resident(long_rows) == pages_of(rows, columns)
+    if not columns:
+        assert str(long_rows) not in Path("/proc/self/maps").read_text(), "it is not even mapped"
+        long_rows.unlink()
+        assert len(graph.fetch([0, 5])) == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "cut", "times"),
+    [
+        (Topology(), "zigzag", 17 / 16),
+        (Topology(pp_size=2), "zigzag", 1),
+        (Topology(pp_rank=1, pp_size=3), "zigzag", 0),
+        (Topology(cp_size=4), "zigzag", 1 / 2),
+        (Topology(cp_rank=1, cp_size=2), "document", 1),
+        (Topology(pp_rank=1, pp_size=2, cp_rank=1, cp_size=2), "document", 1 / 2),
+        (Topology(pp_rank=1, pp_size=3, cp_rank=1, cp_size=2), "document", 0),
+    ],
+)
+def test_the_gather_is_asked_for_as_many_tokens_as_the_rank_holds(shelf, monkeypatch, place, cut, times):
+    asked = []
+    fill = TokenGather._fill
+
+    def noted(self, places, counts, out):
+        asked.append(int(np.broadcast_to(counts, places.shape).sum()))
+        fill(self, places, counts, out)
+
+    monkeypatch.setattr(TokenGather, "_fill", noted)
+    graph = batched(order(shelf), place).collate_causal_lm(cp=cut, position_ids=True, sample_numbers=True)
+    graph.fetch(range(6))
+    assert sum(asked) == 6 * 4 * 16 * times
+
+
+# Under adapters ---------------------------------------------------------------------------------------------
+
+
+def adapters() -> "dict[str, Any]":
+    return {
+        "profile": Profile(),
+        "retry": Retry(wait=0.0),
+        "retry of the batcher": Retry(wait=0.0, nodes="batch_samples"),
+        "timeout": Timeout(60),
+        "timeout of the batcher": Timeout(60, "batch_samples"),
+        "skip errors": SkipErrors(3),
+        "prefetch": Prefetch(2),
+        "prefetch below the collator": Prefetch(2, "batch_samples"),
+        "placement": Placement({"collate_causal_lm": Threads(2)}),
+        "several": [SkipErrors(3), Retry(wait=0.0), Profile(), Prefetch(2)],
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("adapter", adapters())
+def test_adapted_graphs_give_the_same_batches(shelf, stage, adapter):
+    expected = staged(shelf, stage).fetch(range(6))
+    with DataLoader2(staged(shelf, stage), adapters()[adapter]) as loader:
+        assert all_same(itertools.islice(loader, 6), expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_stage_goes_on_with_the_same_batches(shelf, stage):
+    whole, place = staged(shelf, stage), STAGES[stage][0]
+    later = ResumeSkip(3 * 4 * place.dp_size)(whole)
+    assert all_same(later.fetch(range(4)), whole.fetch(range(3, 7)))
+    assert pickle.loads(pickle.dumps(later)).tree() == later.tree()
+    assert "collate_causal_lm" in draw(later).mermaid
+    assert not [finding for finding in lint(whole) if finding.level != "info"]
+
+
+@pytest.mark.parametrize(
+    "collation",
+    [
+        {"position_ids": True, "cu_seqlens": True},
+        {"no_loss_on": ["joins"]},
+        {"cp": "document", "topology": Topology(cp_rank=1, cp_size=2)},
+        {"topology": Topology(pp_rank=1, pp_size=2, cp_rank=1, cp_size=2), "cp": "document", "layout": "megatron"},
+        {"no_loss_on": ["unscored"]},
+        {"topology": Topology(pp_size=2)},
+    ],
+)
+def test_a_file_that_is_gone_costs_its_rows_and_nothing_else_where_errors_are_skipped(tmp_path, collation):
+    for name in ("kept", "gone"):
+        with TokenFileWriter(tmp_path / f"{name}.tok", vocab_size=9) as writer:
+            for length in range(3, 40):
+                writer.write(np.full(length, 5), np.full(length, length % 3 > 0))
+    both = TokenReader([tmp_path / "kept.tok", tmp_path / "gone.tok"], name="both").slice_sequences(16)
+    graph = both.permute(seed=2).batch_samples(4).collate_causal_lm(sample_numbers=True, **collation)
+    sound = graph.fetch(range(8))
+    skip = SkipErrors(100)
+    fresh = TokenReader([tmp_path / "kept.tok", tmp_path / "gone.tok"], name="both").slice_sequences(16)
+    graph = fresh.permute(seed=2).batch_samples(4).collate_causal_lm(sample_numbers=True, **collation)
+    (tmp_path / "gone.tok").unlink()
+    key = {"layout": "loss_mask"}.get(next((k for k in collation if k == "layout"), ""), "label_ids")
+    seen = 0
+    with DataLoader2(graph, skip) as loader:
+        for batch, before in zip(loader, sound, strict=False):
+            kept = (batch["sample_numbers"] == before["sample_numbers"]).all()
+            assert kept
+            held = next(batch[name] for name in ("input_ids", "labels", "label_ids") if name in batch)
+            lost = (held == 0).all(1) if key not in batch or key == "loss_mask" else (batch[key] == -100).all(1)
+            if key == "loss_mask":
+                assert (batch[key][lost] == 0).all()
+            seen += int(lost.sum())
+            for name in batch.keys() - {"cu_seqlens", "max_seqlen"}:
+                assert torch.equal(batch[name][~lost], before[name][~lost])
+    assert 4 < seen < 28
+
+
+@pytest.mark.parametrize("cut", ["zigzag", "document"])
+def test_a_file_that_goes_is_an_error_of_the_batch_that_needs_it_also_with_read_ahead(tmp_path, slow_disk, cut):
+    paths = [tmp_path / f"{i}.tok" for i in range(3)]
+    for path in paths:
+        with TokenFileWriter(path, vocab_size=9) as writer:
+            for length in range(3, 40):
+                writer.write(np.full(length, 5))
+    reader = TokenReader(paths, name="all")
+    graph = reader.slice_sequences(16).batch_samples(1).collate_causal_lm(topology=Topology(cp_size=2), cp=cut)
+    last = int(reader.first_tokens[2])
+    paths[2].unlink()
+    seen = 0
+    with pytest.raises(TokenFileError, match=r"2\.tok"):
+        for _ in graph.iterate():
+            seen += 1
+    assert seen == (last - 17) // 16 + 1, "all windows that lie before the file were delivered"
+
+
+def test_document_ends_of_a_file_that_is_gone_or_cut_are_a_token_file_error(tmp_path):
+    path = tmp_path / "a.tok"
+    with TokenFileWriter(path, vocab_size=9) as writer:
+        for length in range(3, 40):
+            writer.write(np.full(length, 5))
+    (file,) = TokenReader(path).files
+    path.write_bytes(path.read_bytes()[:-16])
+    with pytest.raises(TokenFileError, match=r"a\.tok: was cut after the graph was built"):
+        file.document_ends()
+    path.unlink()
+    with pytest.raises(TokenFileError, match=r"cannot open the document ends: No such file.*a\.tok"):
+        file.document_ends()

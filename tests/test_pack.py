@@ -22,6 +22,7 @@ from tokenpipe.datapipes import (
     TokenReader,
     Topology,
     _kernels_numpy,
+    batch_certificate,
     cache,
     certify,
     document_ends,
@@ -191,6 +192,39 @@ def test_packed_rows_keep_the_contract_below_permute_blend_and_shard(source):
     check_indexed_node(lambda: run_of(source, dp_rank=1, dp_size=2), items=12)
 
 
+def test_a_batch_of_packed_rows_knows_its_documents_and_masks_padding(source, tmp_path):
+    """Of a file whose document ends were found by the id that closes them, with a loss mask beside it."""
+    lengths = np.random.default_rng(3).integers(1, 12, 40)
+    closed = np.insert(np.arange(1, lengths.sum() + 1), np.cumsum(lengths), 50_000)
+    scored = (closed % 3 > 0).astype(np.uint8)
+    closed.astype(np.uint16).tofile(tmp_path / "raw.bin")
+    scored.tofile(tmp_path / "raw.bin.loss")
+    reader = TokenReader(tmp_path / "raw.bin", dtype="uint16", end_of_text=50_000)
+    packed = reader.pack_documents(16)
+    graph = (
+        packed.permute(seed=7)
+        .batch_samples(3)
+        .collate_causal_lm(
+            position_ids=True, document_ids=True, cu_seqlens=True, label_mask=True, no_loss_on=["joins", "unscored"]
+        )
+    )
+    place = {int(token): i for i, token in enumerate(closed) if token != 50_000}
+    for batch in graph.limit(passes=1):
+        inputs, labels, counts = (batch[key].numpy() for key in ("input_ids", "label_ids", "label_mask"))
+        assert ((labels == -100) == ~counts).all()
+        begins = np.diff(batch["document_ids"].numpy(), axis=1, prepend=-1) > 0
+        assert (begins == (batch["position_ids"].numpy() == 0)).all()
+        assert batch["cu_seqlens"].tolist() == [*np.flatnonzero(begins.reshape(-1)).tolist(), inputs.size]
+        for row, label, count, begin in zip(inputs, labels, counts, begins, strict=True):
+            for i in range(1, row.size):
+                assert not begin[i] or row[i - 1] == 50_000 or row[i] == 0, "a document goes on up to its end"
+                if row[i] == 0 or begin[i]:
+                    assert not count[i - 1], "padding and joins are no labels"
+                elif row[i] != 50_000:
+                    assert count[i - 1] == bool(scored[place[int(row[i])]])
+                    assert not count[i - 1] or label[i - 1] == row[i]
+
+
 def test_contents_and_documents_say_what_each_row_holds(source):
     graph = run_of(source)
     reader = TokenReader([f.path for f in source(MIXED).files], name="prose")
@@ -255,6 +289,14 @@ def test_rows_with_an_excluded_document_are_masked_and_no_others(source):
     assert masked.any()
 
 
+def test_a_packed_row_of_one_token_has_no_label_and_the_certificate_knows(source):
+    graph = source([[12, 12, 1]]).pack_documents(11).batch_samples(3).collate_causal_lm()
+    (batch,) = [graph[0]]
+    assert (batch["label_ids"][2] == -100).all()
+    assert [record.masked for record in ledger.contents(graph, 0)] == [False, False, True]
+    assert certify(graph, range(1)).hashes[0] == np.uint64(batch_certificate(batch) % 2**64)
+
+
 def test_plans_certificates_overlaps_and_lint_take_packed_rows(source):
     graph = run_of(source)
     loader = DataLoader2(graph)
@@ -270,17 +312,20 @@ def test_plans_certificates_overlaps_and_lint_take_packed_rows(source):
 
 
 def test_a_source_of_packed_rows_can_grow(source, tmp_path):
-    graph = source(MIXED).pack_documents(11).permute(seed=7).blend().batch_samples(2, global_batch_size=2)
+    packed = source(MIXED).pack_documents(11)
+    graph = packed.permute(seed=7).blend().batch_samples(2, global_batch_size=2)
     more = source([[8, 9, 10]], name="more", first=5000)
+    steps = (len(packed) + len(more.pack_documents(11)) + 1) // 2
     with DataLoader2(graph) as loader:
-        before = [next(iter(loader)) for _ in range(3)]
+        seen = [batch.tokens for _, batch in zip(range(3), loader, strict=False)]
         loader.grow_source("prose", [more.files[0].path])
-        after = [batch for batch, _ in zip(loader, range(30), strict=False)]
-    tokens = np.concatenate(
-        [np.asarray(batch.tokens if hasattr(batch, "tokens") else batch).reshape(-1) for batch in after]
-    )
-    assert (tokens >= 5000).any()
-    assert before
+        seen += [batch.tokens for _, batch in zip(range(steps - 3), loader, strict=False)]
+        files = [file.path for file in (*packed.reader.files, *more.files)]
+        whole = TokenReader(files, name="prose").pack_documents(11).permute(seed=7).blend()
+        reopened = DataLoader2.from_state(loader.state_dict(), whole.batch_samples(2, global_batch_size=2))
+        assert [r.token for r in reopened.contents(4)] == [r.token for r in loader.contents(4)]
+    tokens = set(np.concatenate(seen).reshape(-1).tolist())
+    assert tokens >= {*range(1, len(packed.reader.origin) + 1), *range(5000, 5027)}
 
 
 def test_other_document_ends_are_another_order_and_a_state_of_it_is_refused(source):

@@ -142,6 +142,47 @@ def test_chosen_documents_and_parts_of_a_source_too(path, files, dtypes, width, 
             check(gather, spaces, [-1 if p < 0 else p % (total - width + 1) for p in places], width)
 
 
+@given(files=lengths_of_files, width=st.integers(3, 12), chance=st.integers(0, 2**32 - 1))
+@settings(max_examples=30)
+def test_packed_rows_and_windows_of_another_source_in_one_batch(path, monkeypatch, files, width, chance):
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TOKENPIPE_CACHE", folder)
+        reader = reader_of(Path(folder), "packed", files, ["uint16"] * 4)
+        plain = reader_of(Path(folder), "plain", [[5, 9, 4]], ["uint32"])
+        packed = reader.pack_documents(width - 1)
+        gather = TokenGather([packed.reader, plain])
+        ends, rows, places = reader.document_ends(), [], []
+        for row in np.random.default_rng(chance).permutation(len(packed))[:4].tolist():
+            start = int(packed.starts(np.array([row]))[0])
+            numbers = packed.reader.source_numbers(np.arange(start, start + width)).tolist()
+            # a run of one document's tokens, or of padding, is one
+            same = [
+                (-1, -1) if n < 0 else (int(np.searchsorted(ends, n, side="right")), n - i)
+                for i, n in enumerate(numbers)
+            ]
+            rows += same
+            places.append(start + gather.base[id(packed.reader)])
+        borders = np.cumsum([5, 9, 4])
+        rows += [(-2, int(np.searchsorted(borders, token, side="right"))) for token in range(2, 2 + width)]
+        places.append(2 + gather.base[id(plain)])
+        positions, numbers, joins, sequences, longest, costs = expected(rows, range(0, len(rows), width), width)
+        documents = RowDocuments(gather)
+        fill = documents.fill(np.array(places), width, True, True, True, True)
+        assert fill.position_ids.tolist() == [row[:-1] for row in positions]
+        assert fill.document_ids.tolist() == [row[:-1] for row in numbers]
+        assert fill.joins.tolist() == joins
+        assert (fill.cu_seqlens.tolist(), fill.max_seqlen) == (sequences, longest)
+        assert documents.cost(np.array(places), width).tolist() == costs
+
+
+def test_document_ends_that_are_a_part_of_a_map_are_read_from_where_they_are(path, tmp_path, monkeypatch):
+    reader = reader_of(tmp_path, "s", [[2, 3, 4]], ["uint16"])
+    np.array([7, 7, 2, 5, 9], "<u8").tofile(tmp_path / "ends")
+    held = np.memmap(tmp_path / "ends", "<u8", "r", 8)
+    monkeypatch.setattr(TokenLayout, "document_ends", lambda self: held[1:])
+    assert RowDocuments(TokenGather([reader])).positions(np.array([0]), 9).tolist() == [[0, 1, 0, 1, 2, 0, 1, 2, 3]]
+
+
 def test_the_positions_of_datatrove(path, tmp_path):
     reader = reader_of(tmp_path, "golden", [[3, 2, 3, 6, 6]], ["uint16"])  # document ends 3, 5, 8, 14 in rows of 9 + 1
     documents = RowDocuments(TokenGather([reader]))

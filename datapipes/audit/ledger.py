@@ -170,6 +170,7 @@ def contents(graph: IndexedDataPipe, step: int) -> "list[ContentsRecord]":
     leaves, numbers = routes.resolve(samples)
     epochs, tokens, places = (np.full(samples.size, -1, np.int64) for _ in range(3))
     names, paths = np.full((2, samples.size), "", object)
+    alone = np.zeros(samples.size, np.bool_)
     for index, leaf in enumerate(routes.leaves):
         at = np.flatnonzero(leaves == index)
         node, number = _windows(leaf, numbers[at])
@@ -178,12 +179,15 @@ def contents(graph: IndexedDataPipe, step: int) -> "list[ContentsRecord]":
         if isinstance(node, GoneSource):
             continue
         starts = node.starts(number)
+        if node.reader.table is not None:
+            row, place, count = node.reader.spans(starts, np.full(number.size, node.sequence_length + 1))
+            alone[at] = np.bincount(row, count * (place >= 0)) < 2  # a row's first token is no label
         files, places[at] = node.reader.file_of(starts)
         tokens[at] = node.reader.source_numbers(starts)
         paths[at] = np.array([file.path for file in node.reader.files], object)[files]
     *where, masked = view.dealt(samples)
     columns = (column.tolist() for column in (samples, names, epochs, tokens, paths, places))
-    return list(map(ContentsRecord, *where, *columns, masked))
+    return list(map(ContentsRecord, *where, *columns, (np.array(masked, np.bool_) | alone).tolist()))
 
 
 def tokens(graph: IndexedDataPipe, step: int, rows: "Sequence[int] | None" = None) -> Int64s:

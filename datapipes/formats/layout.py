@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache import CachedArrays, mapped
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, TokenFileError
 
 __all__ = ["DTYPES", "TokenLayout", "as_dtype", "local_path", "loss_path"]
 
@@ -85,9 +85,18 @@ class TokenLayout:
         return self.stored_documents or (0 if self.end_of_text is None else self._scanned().numbers[1])
 
     def document_ends(self) -> npt.NDArray[np.uint64]:
-        """Cumulative document ends in tokens, uint64 (documents,), mapped from the file, or from what a scan found."""
+        """Cumulative document ends in tokens, uint64 (documents,), mapped from the file, or from what a scan found.
+
+        Raises TokenFileError.
+        """
         if self.stored_documents:
-            return np.memmap(self.local, np.dtype("<u8"), "r", self.ends_offset, (self.stored_documents,))
+            try:
+                return np.memmap(self.local, np.dtype("<u8"), "r", self.ends_offset, (self.stored_documents,))
+            except OSError as error:
+                what = f"cannot open the document ends: {error.strerror}"
+                raise TokenFileError(error.errno, what, self.path) from error
+            except ValueError as error:  # shorter than what is to be mapped
+                raise TokenFileError(f"{self.path}: was cut after the graph was built") from error
         return np.empty(0, np.uint64) if self.end_of_text is None else mapped(self._scanned()).view(np.uint64)
 
     def _scanned(self) -> CachedArrays:
