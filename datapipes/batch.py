@@ -12,6 +12,7 @@ from .errors import BatchSizeError, ConfigurationError
 from .gather import Columns, TokenGather, plan_of, stacked
 from .pages import READ_AHEAD_BATCHES, WATCH, ReadAhead
 from .salvage import RowSkipper, SkipLedger
+from .shard import sharder_of
 from .steps import StepTable, as_schedule
 
 __all__ = ["Rows", "SampleBatcher", "batcher_of"]
@@ -75,6 +76,8 @@ class SampleBatcher(IndexedDataPipe):
         child = self.datapipe
         if child.steps is not None:
             raise ConfigurationError("batch_samples stands once in a graph")
+        if (sharder := sharder_of(child)) is not None:
+            sharder.check_batches(self.micro_batch_size)
         self._bound = sample_node(child).last_sample if child.finite else None
         if self._bound is None or child.first_sample < self._bound:  # the end of a run is a boundary too
             self._steps.check_from(child.first_sample)

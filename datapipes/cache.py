@@ -84,7 +84,8 @@ class Made(NamedTuple):
 def cached(kind: str, of: "Sequence[Any]", make: "Callable[[], Made]") -> CachedArrays:
     """The arrays of this kind, made from `of`: strings and integers that say all that decides them.
 
-    Raises ConfigurationError where no folder can be had to keep them in, OSError for a full disk, what `make` raises.
+    Raises ConfigurationError where no folder can be had to keep them in, TokenFileError where the disk is full, what
+    `make` raises.
     """
     key = hashlib.blake2b(f"tokenpipe {kind} 1|{list(of)!r}".encode(), digest_size=32).digest()
     path = index_folder() / f"{kind}-{key.hex()[:32]}.idx"
@@ -95,7 +96,17 @@ def cached(kind: str, of: "Sequence[Any]", make: "Callable[[], Made]") -> Cached
         with alone(path.with_suffix(".lock"), LONGEST_WAIT):
             found = _read(path, key)
             if found is None:
-                _write(path, key, make())
+                _clear(path)
+                try:
+                    _write(path, key, make())
+                except OSError as error:
+                    if isinstance(error, TokenFileError):  # of what it is made from
+                        raise
+                    raise TokenFileError(
+                        error.errno,
+                        f"cannot be kept there ({error.strerror}); TOKENPIPE_CACHE=FOLDER takes another",
+                        str(path),
+                    ) from error
                 found = _read(path, key)
     if found is None:
         raise TokenFileError(
@@ -136,6 +147,14 @@ def _read(path: Path, key: bytes) -> "CachedArrays | None":
     except OSError:
         return None
     return CachedArrays(path, size, digest.hex(), numbers, tuple(arrays))
+
+
+def _clear(path: Path) -> None:
+    """Removes what processes that were killed left of this file; one that is alive has written to it lately."""
+    for left in path.parent.glob(f".{path.name}.*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > LONGEST_WAIT:
+                left.unlink()
 
 
 def _write(path: Path, key: bytes, made: Made) -> None:

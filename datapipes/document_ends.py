@@ -35,7 +35,7 @@ MOST_THREADS = 8
 
 def scanned(file: TokenLayout) -> CachedArrays:
     """The document ends of a file that stores none, as its `end_of_text` closes them: one array, int64 (documents,);
-    numbers are (tokens, documents, the id, 0). Raises TokenFileError, OSError.
+    numbers are (tokens, documents, the id, 0). Raises TokenFileError.
     """
     return cached("ends", [file.content, file.end_of_text], lambda: _scan(file))
 

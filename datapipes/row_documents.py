@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .core import Int64s
+from .document_ends import find_ends
 from .filemap import FileMap
 from .gather import TokenGather
 from .kernels import kernel
@@ -55,6 +56,7 @@ class RowDocuments:
 
     def __init__(self, gather: TokenGather) -> None:
         self._gather = gather
+        find_ends(gather.files)
         documents = np.array([file.documents for file in gather.files], np.int64)
         self._entries = np.zeros((gather.bounds.size, 3), np.int64)  # bound, address (0: not mapped), documents
         self._entries[:, 0] = gather.bounds

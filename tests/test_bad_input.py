@@ -18,6 +18,7 @@ from tokenpipe.datapipes import (
     Blender,
     CausalLMCollator,
     Concater,
+    DocumentPacker,
     DocumentSelector,
     Excluder,
     Limiter,
@@ -82,6 +83,9 @@ class Data:
 
     def reader(self, source: str = "prose", **settings: Any) -> TokenReader:
         return TokenReader(self.folder / f"{source}.bin", **({"dtype": "uint16"} | settings))
+
+    def closed(self) -> TokenReader:
+        return self.reader(end_of_text=1000)  # its first token
 
     def windows(self, source: str = "prose", length: int = 8) -> SequenceSlicer:
         return self.reader(source).slice_sequences(length)
@@ -180,6 +184,8 @@ READERS = [
     bad("a long name", lambda d: d.reader(name="x" * 201), ConfigurationError, "name", "200"),
     bad("name=5", lambda d: d.reader(name=5), TokenpipeError, "name", "5"),
     *integers("vocab_size", lambda d, v: d.reader(vocab_size=v), "vocab_size", "1", 0, -1, 2**63),
+    *integers("end_of_text", lambda d, v: d.reader(end_of_text=v), "end_of_text", "0", -1, 2**63),
+    bad("end_of_text beyond uint16", lambda d: d.reader(end_of_text=65536), ConfigurationError, "65536", "65535"),
 ]
 
 SLICES = [
@@ -195,6 +201,21 @@ SLICES = [
     bad("unit=12 of 8", lambda d: d.reader().slice_sequences(8, unit=12), ConfigurationError, "unit=12", "8", "16"),
     bad("slicing a slice", lambda d: d.windows().slice_sequences(8), ArgumentTypeError, "TokenReader", "Slicer"),
     bad("slicing a stream", lambda d: SequenceSlicer(d.stream, 8), ArgumentTypeError, "IterableWrapper"),
+    bad("align=3", lambda d: d.reader().slice_sequences(8, align=3), ConfigurationError, "align", "3", "'document'"),
+    bad(
+        "align= of a file without document ends",
+        lambda d: d.reader().slice_sequences(8, align="document"),
+        ConfigurationError, "prose.bin", "end_of_text",
+    ),
+    *integers("packed", lambda d, v: d.closed().pack_documents(v), "sequence_length", "1", 0, -8, 2**63),
+    bad("packed in long rows", lambda d: d.closed().pack_documents(2**25), ConfigurationError, "33554432", "16777216"),
+    bad("packing a slice", lambda d: d.windows().pack_documents(8), ArgumentTypeError, "TokenReader", "Slicer"),
+    bad("packing a stream", lambda d: DocumentPacker(d.stream, 8), ArgumentTypeError, "IterableWrapper"),
+    bad(
+        "packing a file without document ends",
+        lambda d: d.reader().pack_documents(8),
+        ConfigurationError, "prose.bin", "end_of_text",
+    ),
 ]  # fmt: skip
 
 PERMUTES = [
@@ -484,9 +505,9 @@ def test_a_bad_argument_is_a_clear_error_and_what_it_was_given_to_works_on(case,
 
 def test_every_node_takes_part_in_the_table(data):
     nodes = {
-        Blender, CausalLMCollator, Concater, DocumentSelector, Excluder, Limiter, Mapper, NanosetOrder, Once, Permuter,
-        RankBalancer, RankSharder, Reorderer, SampleBatcher, SequenceResizer, SequenceSlicer, Skipper, TokenReader,
-        Zipper,
+        Blender, CausalLMCollator, Concater, DocumentPacker, DocumentSelector, Excluder, Limiter, Mapper,
+        NanosetOrder, Once, Permuter, RankBalancer, RankSharder, Reorderer, SampleBatcher, SequenceResizer,
+        SequenceSlicer, Skipper, TokenReader, Zipper,
     }  # fmt: skip
     registered = {f for f in MapDataPipe.functions.values() if getattr(f.args[0], "functional_name", None)}
     ours = {f.args[0] for f in registered if f.args[0].__module__.startswith("tokenpipe.")}
@@ -519,6 +540,8 @@ LAST = 2**63 - 2
 def nodes_without_end(data: Data) -> dict[str, Any]:
     return {
         "slice_sequences": data.windows(),
+        "align": data.closed().slice_sequences(8, align="document"),
+        "pack_documents": data.closed().pack_documents(8),
         "permute": data.prose,
         "resize_sequences": data.reader().slice_sequences(8, 16).permute(7).resize_sequences(4, 5),
         "blend": data.weighted,
@@ -533,8 +556,8 @@ def nodes_without_end(data: Data) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("node", [
-    "slice_sequences", "permute", "resize_sequences", "blend", "exact union", "concat", "zip", "map",
-    "shard_ranks of one", "batch_samples of one", "collate_causal_lm of one",
+    "slice_sequences", "align", "pack_documents", "permute", "resize_sequences", "blend", "exact union", "concat",
+    "zip", "map", "shard_ranks of one", "batch_samples of one", "collate_causal_lm of one",
 ])  # fmt: skip
 @pytest.mark.parametrize("disk", ["page cache", "slow_disk"])
 def test_the_last_number_exists_and_the_next_does_not(data, request, disk, node):

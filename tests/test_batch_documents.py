@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from contract import same
 from shelf import Shelf, expected
@@ -263,3 +265,66 @@ def test_document_ends_that_are_damaged_do_no_harm(tmp_path, wrong, cut):
     for batch in batches:  # of which the tokens at least are sound
         assert (batch["input_ids"] == 5).all()
         assert batch["cu_seqlens"][-1] == 4 * 16
+
+
+# Attention --------------------------------------------------------------------------------------------------
+
+
+def attention_inputs(tokens: torch.Tensor, positions: torch.Tensor) -> "list[torch.Tensor]":
+    """Queries, keys and values (b, heads 2, S, 8) of tokens at positions, by fixed weights."""
+    generator = torch.Generator().manual_seed(1)
+    tables = [torch.randn(size, 16, generator=generator, dtype=torch.float64) for size in (512, 128)]
+    hidden = tables[0][tokens % 512] + tables[1][positions]
+    weights = torch.randn(3, 16, 16, generator=generator, dtype=torch.float64)
+    return [(hidden @ weight).unflatten(-1, (2, 8)).transpose(1, 2) for weight in weights]
+
+
+def dense(batch: "dict[str, Any]") -> torch.Tensor:
+    """(b, S, 2, 8): each token attends to those before it with its own document number."""
+    q, k, v = attention_inputs(batch["input_ids"], batch["position_ids"])
+    ids, at = batch["document_ids"], torch.arange(q.shape[2])
+    mask = (ids[:, None, :, None] == ids[:, None, None, :]) & (at[:, None] >= at)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
+
+
+def flexible(batch: "dict[str, Any]") -> torch.Tensor:
+    """The same by torch's flex attention, of a block mask of document numbers."""
+    q, k, v = attention_inputs(batch["input_ids"], batch["position_ids"])
+    ids, length = batch["document_ids"], q.shape[2]
+
+    def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i >= j) & (ids[b, i] == ids[b, j])
+
+    blocks = create_block_mask(mask, len(ids), None, length, length, device="cpu", BLOCK_SIZE=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow uncompiled
+        return flex_attention(q, k, v, block_mask=blocks).transpose(1, 2)
+
+
+def varying(batch: "dict[str, Any]") -> torch.Tensor:
+    """The same of all rows end to end, cut by cu_seqlens, as calls of variable length do it: causal in each part."""
+    parts = [part.transpose(1, 2).flatten(0, 1) for part in attention_inputs(batch["input_ids"], batch["position_ids"])]
+    sizes = batch["cu_seqlens"].diff().tolist()
+    assert max(sizes) == batch["max_seqlen"]
+    done = [
+        torch.nn.functional.scaled_dot_product_attention(*(x.transpose(0, 1) for x in each), is_causal=True)
+        for each in zip(*(part.split(sizes) for part in parts), strict=True)
+    ]
+    return torch.cat(done, 1).transpose(0, 1).unflatten(0, batch["input_ids"].shape)
+
+
+def test_no_token_attends_across_documents_in_any_kind_of_attention(shelf):
+    graph = orders(shelf)["a blend"].batch_samples(4)
+    batch = graph.collate_causal_lm(position_ids=True, document_ids=True, cu_seqlens=True).fetch([2])[0]
+    ids = batch["document_ids"]
+    assert len(batch["cu_seqlens"]) - 1 == int((ids.max(1).values + 1).sum()) > 4
+    row, number = 1, 1 if ids[1].max() else 0
+    changed = {**batch, "input_ids": batch["input_ids"].clone()}
+    of_one = torch.zeros(ids.shape, dtype=torch.bool)
+    of_one[row] = ids[row] == number
+    changed["input_ids"][of_one] += 77
+    for attention in (dense, flexible, varying):
+        before, after = attention(batch), attention(changed)
+        torch.testing.assert_close(before, dense(batch), rtol=1e-9, atol=1e-9)
+        assert torch.equal(before[~of_one], after[~of_one]), attention.__name__
+        assert not torch.equal(before[of_one], after[of_one])

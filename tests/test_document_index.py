@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 import subprocess
 import sys
 
@@ -168,6 +169,33 @@ def test_a_scan_that_fails_leaves_nothing_behind_and_says_why(raw, folder, monke
         reader.document_ends()
     assert not list(folder.glob("*.idx"))
     assert not list(folder.glob(".*"))
+
+
+def test_a_full_disk_is_named_with_what_would_do_and_leaves_nothing(raw, folder):
+    reader = raw(np.zeros(1000))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(TokenFileError, match="TOKENPIPE_CACHE"):
+            reader.document_ends()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path.suffix for path in folder.iterdir()} == {".lock"}
+    assert reader.document_ends().size == 1000
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(raw, folder):
+    reader = raw([1, 0, 2, 0])
+    reader.document_ends()
+    (path,) = folder.glob("*.idx")
+    path.unlink()
+    old, new = (folder / f".{path.name}.{name}" for name in ("old", "new"))
+    for left in (old, new):
+        left.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    assert reader.document_ends().tolist() == [2, 4]
+    assert not old.exists()
+    assert new.exists()
 
 
 def test_where_nothing_can_be_kept_the_error_says_what_would_do(raw, monkeypatch):

@@ -615,3 +615,51 @@ def test_document_ends_of_a_file_that_is_gone_or_cut_are_a_token_file_error(tmp_
     path.unlink()
     with pytest.raises(TokenFileError, match=r"cannot open the document ends: No such file.*a\.tok"):
         file.document_ends()
+
+
+# Certificates -----------------------------------------------------------------------------------------------
+
+
+def test_batches_are_certified_alike_in_every_layout_that_has_our_keys(shelf):
+    run = order(shelf).exclude({"prose": [(0, 400)]}).shard_ranks(Topology()).batch_samples(4)
+    expected = [batch_certificate(batch) for batch in run.collate_causal_lm().fetch(range(6))]
+    others = [
+        {"dtype": "int32"},
+        {"layout": "nanotron"},
+        {"layout": "nanotron", "position_ids": True},
+        {"no_loss_on": ["joins"], "cu_seqlens": True},
+        {"ignore_index": None, "label_mask": True},
+        {"ignore_index": -1, "label_mask": True},
+        {"topology": Topology(tp_rank=1, tp_size=2)},
+    ]
+    for collation in others:
+        found = [batch_certificate(batch) for batch in run.collate_causal_lm(**collation).fetch(range(6))]
+        assert found == expected, collation
+
+
+@pytest.mark.parametrize(
+    "collation",
+    [
+        {"layout": "torchtitan"},
+        {"layout": "megatron"},
+        {"layout": "hf"},
+        {"microbatches": 2},
+        {"topology": Topology(pp_size=2)},
+        {"topology": Topology(pp_rank=1, pp_size=3)},
+        {"topology": Topology(pp_size=2), "layout": "nanotron"},
+        {"topology": Topology(cp_size=2), "cp": "document"},
+    ],
+)
+def test_a_batch_that_is_not_all_of_its_rows_by_our_keys_has_no_certificate(shelf, collation):
+    (batch,) = batched(order(shelf)).collate_causal_lm(**collation).fetch([0])
+    with pytest.raises(ArgumentTypeError):
+        batch_certificate(batch)
+
+
+@pytest.mark.parametrize("cut", ["zigzag", "contiguous"])
+def test_parts_of_rows_have_no_certificate_where_it_is_said_how_long_rows_are(shelf, cut):
+    (batch,) = batched(order(shelf)).collate_causal_lm(topology=Topology(cp_size=2), cp=cut).fetch([0])
+    with pytest.raises(ArgumentTypeError, match="8 tokens of rows of 16"):
+        batch_certificate(batch, sequence_length=16)
+    (batch,) = batched(order(shelf)).collate_causal_lm().fetch([0])
+    assert batch_certificate(batch, sequence_length=16) == batch_certificate(batch)

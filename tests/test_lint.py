@@ -558,7 +558,7 @@ def test_files_that_are_gone_are_a_finding_and_the_other_rules_hold(tmp_path):
     (tmp_path / "sorted.tok").unlink()
     found = lint(graph, dp_size=2)
     assert [finding.rule for finding in found] == ["no-shard", "not-checked"]
-    assert "window-beside-documents could not be looked for: FileNotFoundError" in found[1].message
+    assert "window-beside-documents could not be looked for: TokenFileError" in found[1].message
 
 
 STREAM_STEPS = {

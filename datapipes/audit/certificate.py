@@ -8,8 +8,11 @@ layout, whether worked out from the graph (`certify`) or from what was delivered
     total = torch.zeros((), dtype=torch.int64)
     for micro_batch in step:                       # this rank's
         total += batch_certificate(micro_batch)    # wraps around at 2^63, as uint64 does at 2^64
-    torch.distributed.all_reduce(total)            # over the data-parallel ranks: one of each tp/pp/cp group
+    torch.distributed.all_reduce(total)            # over the data-parallel ranks: one of each tp group
     certificate.record(step_number, int(total))
+
+That takes ranks that hold inputs and labels of whole rows. Parts of rows (context parallelism) and single stages of a
+pipeline have no certificate; `certify` says on any rank what they train on.
 
 Equal certificates say that each step trained on the same rows, as many times each. They do not cover the order
 of rows within a step, the last label of a row (it is an input of no row), masks of single tokens, nor what
@@ -198,20 +201,25 @@ def certify(run: "IndexedDataPipe | Auditable", steps: range) -> Certificate:
     return certificate
 
 
-def batch_certificate(batch: "Mapping[str, Any]") -> int:
+def batch_certificate(batch: "Mapping[str, Any]", sequence_length: "int | None" = None) -> int:
     """The sum of the hashes of a collated micro-batch's rows, as a signed 64-bit integer: sums of it in a
     torch int64 tensor wrap around as they shall.
 
     Args:
         batch: what `collate_causal_lm` made: "input_ids", "label_ids" int64 (b, s), perhaps "row_valid"
-            (padding is no row of a step). A tensor on another device is copied from it.
+            (padding is no row of a step) and "label_mask", which then says what −100 says without one. A row of which
+            `no_loss_on` leaves no label is as one that `exclude` masks: `certify` does not know of that rule. A tensor
+            on another device is copied from it.
+        sequence_length: of whole rows; left out, s is taken for it.
 
-    Raises ArgumentTypeError for anything else.
+    Raises ArgumentTypeError for anything else, and for parts of rows.
     """
     try:
         inputs, labels = (np.asarray(batch[key].cpu()) for key in ("input_ids", "label_ids"))
         valid = batch.get("row_valid")
         kept = np.ones(len(inputs), np.bool_) if valid is None else np.asarray(valid.cpu())
+        counts = batch.get("label_mask")
+        counts = labels != IGNORED_LABEL if counts is None else np.asarray(counts.cpu())
     except (TypeError, KeyError, AttributeError) as error:
         raise ArgumentTypeError(
             f"a collated batch is a dict with the tensors input_ids and label_ids, got {batch!r:.80} ({error!r})"
@@ -220,7 +228,13 @@ def batch_certificate(batch: "Mapping[str, Any]") -> int:
         raise ArgumentTypeError(
             f"input_ids and label_ids must be integers (b, s), got {inputs.dtype} {inputs.shape} and {labels.shape}"
         )
-    masked = (labels == IGNORED_LABEL).all(axis=1)
+    whole = as_count("sequence_length", inputs.shape[1] if sequence_length is None else sequence_length)
+    if inputs.shape[1] != whole or "row_places" in batch:
+        raise ArgumentTypeError(
+            f"the batch holds {inputs.shape[1]} tokens of rows of {whole if sequence_length else 'more'}; a certificate "
+            "is of whole rows: cp='whole', or certify(graph, …) would do"
+        )
+    masked = ~counts.any(axis=1)
     total = _sum_of_hashes(inputs[kept], masked[kept])
     return total - _MODULUS if total >= _MODULUS // 2 else total
 
