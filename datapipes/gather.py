@@ -174,18 +174,23 @@ class TokenGather:
         """Windows as stretches that follow one another in the table: (n,) windows → (m,) which window each is of,
         ascending, (m,) its place, −1 for padding, (m,) its tokens.
         """
-        counts = np.broadcast_to(np.asarray(counts, np.int64), places.shape)
-        window = np.arange(places.size)
-        found = [(window[(tabled := places < self._table)], places[tabled], counts[tabled])]
+        counts = np.array(np.broadcast_to(np.asarray(counts, np.int64), places.shape))
+        found = []
         for space in self._laid_out:
-            base = self.base[id(space)]
-            at = np.flatnonzero((places >= base) & (places < base + space.samples_per_pass))
-            if at.size:
-                which, place, count = space.spans(places[at] - base, counts[at])
-                found.append((at[which], np.where(place < 0, -1, place + self.base[id(space.table)]), count))
-        if len(found) == 1:
-            return found[0]
-        window, place, count = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            base, table = self.base[id(space)], self.base[id(space.table)]
+            here = (places >= base) & (places < base + space.samples_per_pass)
+            if here.all():
+                window, place, count = space.spans(places - base, counts)
+                place[place >= 0] += table
+                return window, place, count
+            if (at := np.flatnonzero(here)).size:
+                window, place, count = space.spans(places[at] - base, counts[at])
+                place[place >= 0] += table
+                found.append((at[window], place, count))
+        at = np.flatnonzero(places < self._table)
+        window, place, count = (
+            np.concatenate(parts) for parts in zip(*found, (at, places[at], counts[at]), strict=True)
+        )
         order = np.argsort(window, kind="stable")
         return window[order], place[order], count[order]
 

@@ -39,10 +39,9 @@ class Shelf:
         return TokenReader(self.paths[source], name=source)
 
     def begins(self, row: "Sequence[int]") -> "list[int]":
-        """Where the documents of a row of S + 1 tokens begin. A row of zeros is padding, one document."""
-        if not any(row):
-            return [0]
-        joined = [self.document[b] == self.document[a] and b == a + 1 for a, b in itertools.pairwise(row)]
+        """Where the documents of a row of S + 1 tokens begin; zeros are padding, a document of its own."""
+        of = self.document.get
+        joined = [of(b) == of(a) and (b == a + 1 or b == 0) for a, b in itertools.pairwise(row)]
         return [0, *(i for i, same in enumerate(joined, 1) if not same)]
 
 
@@ -112,7 +111,7 @@ def expected(
         return torch.from_numpy(np.take_along_axis(array.astype(dtype), places, 1))
 
     inputs, labels = mine(rows[:, :-1]), mine(rows[:, 1:])
-    counts = np.ones((rows.shape[0], length), bool)
+    counts = rows[:, 1:] != 0
     if "joins" in asked or (layout == "nanotron" and "position_ids" in asked):
         counts &= ~known["joins"]
     if uncounted is not None:

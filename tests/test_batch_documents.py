@@ -19,7 +19,6 @@ from contract import same
 from shelf import Shelf, expected
 from tokenpipe.datapipes import TokenFileWriter, TokenReader, Topology
 from tokenpipe.datapipes.errors import TokenpipeError
-from tokenpipe.reading_services import DataLoader2
 
 S = 12
 ASKED = ("position_ids", "document_ids", "cu_seqlens", "label_mask", "joins")
@@ -44,6 +43,9 @@ def orders(shelf: Shelf) -> "dict[str, Any]":
         "units": prose.slice_sequences(S, unit=2 * S).permute(seed=4),
         "longer rows later": prose.slice_sequences(S // 2, unit=2 * S).permute(seed=4).resize_sequences(S, after=3),
         "a part": code.part(1).slice_sequences(S),
+        "packed": prose.pack_documents(S).permute(seed=4),
+        "packed and windows": code.pack_documents(S).blend(windows),
+        "rows that begin with documents": prose.slice_sequences(S, align="document").permute(seed=4),
         "padded": windows.once(tail="pad"),
         "uneven": windows.once(tail="uneven"),
         "excluded": windows.blend(code.slice_sequences(S)).exclude({"prose": [(20, 31)], "code": [(0, 1), (70, 75)]}),
@@ -80,12 +82,14 @@ def test_batches_say_of_their_documents_and_labels_what_plain_python_says(shelf,
         Topology(cp_rank=data.draw(st.integers(0, 1)), cp_size=2) if data.draw(st.booleans(), "cp 2") else Topology()
     )
     count = data.draw(st.sampled_from([None, 2, 4]), "microbatches") if name != "uneven" else None
+    layout = data.draw(st.sampled_from(["nanotron", "torchtitan", "megatron", "hf"]), "layout") if count == 4 else None
+    count = None if layout else count
     dtype = data.draw(st.sampled_from(["int64", "int32"]), "dtype")
     rules = (["joins"] if "joins" in asked else []) + (["unscored"] if unscored else [])
     batches = order[name].batch_samples(4)
     numbers = data.draw(st.lists(st.integers(0, min(batches.end, 30) - 1), min_size=1, max_size=3), "batches")
     graph = batches.collate_causal_lm(
-        topology=place, cp=cut, no_loss_on=rules, microbatches=count, dtype=dtype,
+        topology=place, layout=layout, cp=cut, no_loss_on=rules, microbatches=count, dtype=dtype,
         **dict.fromkeys(asked - {"joins"}, True),
     )  # fmt: skip
     for rows, found in zip(batches.fetch(numbers), graph.fetch(numbers), strict=True):
@@ -93,11 +97,12 @@ def test_batches_say_of_their_documents_and_labels_what_plain_python_says(shelf,
         if name == "excluded":
             hidden |= np.isin(rows.tokens, [*EXCLUDED]).any(1)
         wanted = expected(
-            shelf, rows.tokens, place, None, cut, asked, dtype=np.dtype(dtype), hidden=hidden,
+            shelf, rows.tokens, place, layout, cut, asked, dtype=np.dtype(dtype), hidden=hidden,
             uncounted=rows.tokens[:, 1:] % 3 == 0 if unscored else None,
         )  # fmt: skip
         if name == "padded":
-            wanted["row_valid"] = torch.from_numpy(~hidden)
+            inputs = wanted[0] if layout == "torchtitan" else wanted
+            inputs["row_valid"] = torch.from_numpy(~hidden)
         assert same(found, wanted if count is None else splits(wanted, count)), (found, wanted)
 
 

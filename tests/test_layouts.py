@@ -3,7 +3,6 @@
 The oracle is `expected` in shelf.py: it knows of each token id where it comes from.
 """
 
-import contextlib
 import ctypes
 import itertools
 import mmap
@@ -17,10 +16,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import cross_entropy
 
 from contract import all_same, check_indexed_node, same
-from shelf import Shelf, expected
+from shelf import Shelf, expected, held
 from tokenpipe.adapters import (
     Placement,
     Prefetch,
@@ -30,6 +28,7 @@ from tokenpipe.adapters import (
     SkipErrors,
     Threads,
     Timeout,
+    ToDevice,
     draw,
     lint,
 )
@@ -42,7 +41,6 @@ from tokenpipe.datapipes.errors import (
     TopologyError,
 )
 from tokenpipe.datapipes.gather import TokenGather
-from tokenpipe.datapipes.layouts import TensorPointer
 from tokenpipe.reading_services import DataLoader2, MultiProcessingReadingService
 
 LAYOUTS = (None, "nanotron", "torchtitan", "megatron", "hf")
@@ -244,7 +242,7 @@ def test_every_stage_keeps_the_contract_of_nodes(shelf, stage):
     check_indexed_node(lambda: staged(shelf, stage), items=9)
 
 
-@pytest.mark.parametrize("stage", ["documents cut, last stage", "a middle stage"])
+@pytest.mark.parametrize("stage", ["documents cut, last stage", "a middle stage", "torchtitan"])
 def test_a_worker_process_gives_the_same_batches_and_goes_on_where_a_loader_was(shelf, stage):
     expected = staged(shelf, stage).fetch(range(9))
     with DataLoader2(staged(shelf, stage), reading_service=MultiProcessingReadingService(1, "fork")) as loader:
@@ -263,6 +261,52 @@ def test_the_order_the_state_and_the_contents_are_the_same_on_every_rank_and_in_
         loader.seek(3)
         seen.add((loader.datapipe.fingerprint(), str(loader.state_dict()), str(loader.contents(2))))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_changes_of_a_run_reach_every_rank_alike(shelf, cut):
+    def changed(place: Topology, **collation: Any) -> "list[Any]":
+        with DataLoader2(batched(order(shelf), place).collate_causal_lm(**collation)) as loader:
+            found = [*itertools.islice(loader, 2)]
+            loader.update_weights({"prose": 0.1, "code": 0.9})
+            found += itertools.islice(loader, 2)
+            loader.exclude("code", tokens=[(0, 300)])
+            return [*found, *itertools.islice(loader, 8)]
+
+    whole = changed(Topology())
+    assert any((batch["label_ids"] == -100).all(1).any() for batch in whole[4:])
+    for rank in range(2):
+        parts = changed(Topology(cp_rank=rank, cp_size=2), cp=cut)
+        for batch, part in zip(whole, parts, strict=True):
+            rows = torch.cat([batch["input_ids"], batch["label_ids"][:, -1:]], 1)
+            for r, row in enumerate(rows.tolist()):
+                at = held(16, Topology(cp_rank=rank, cp_size=2), cut, shelf.begins(row))
+                for key in ("input_ids", "label_ids"):
+                    assert same(part[key][r], batch[key][r, at])
+
+
+def test_what_a_step_holds_is_said_of_whole_rows_by_ranks_that_hold_parts_or_nothing(shelf):
+    with DataLoader2(batched(order(shelf)).collate_causal_lm()) as loader:
+        tokens, documents = loader.tokens(2), loader.documents(2)
+    for place in (Topology(cp_rank=1, cp_size=2), Topology(pp_rank=1, pp_size=3)):
+        with DataLoader2(batched(order(shelf), place).collate_causal_lm()) as loader:
+            next(iter(loader))
+            assert loader.tokens(2).tolist() == tokens.tolist()
+            assert loader.documents(2) == documents
+
+
+def test_a_source_whose_documents_nobody_knows_is_no_source_of_a_run_that_asks_for_them(shelf, token_file):
+    raw = TokenReader(token_file("raw.bin", 400), dtype="uint16", name="raw").slice_sequences(16).permute(seed=7)
+    with DataLoader2(batched(order(shelf)).collate_causal_lm(position_ids=True)) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+        weights = {"prose": 0.5, "code": 0.3, "raw": 0.2}
+        with pytest.raises(ConfigurationError, match=r"raw\.bin: stores no document ends"):
+            loader.add_source(raw, weights)
+        assert loader.state_dict() == state, "as if nothing had been asked"
+        assert all_same(
+            itertools.islice(loader, 2), batched(order(shelf)).collate_causal_lm(position_ids=True).fetch([1, 2])
+        )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -524,6 +568,7 @@ def adapters() -> "dict[str, Any]":
         "prefetch": Prefetch(2),
         "prefetch below the collator": Prefetch(2, "batch_samples"),
         "placement": Placement({"collate_causal_lm": Threads(2)}),
+        "to a device": ToDevice("cpu"),
         "several": [SkipErrors(3), Retry(wait=0.0), Profile(), Prefetch(2)],
     }
 

@@ -218,8 +218,8 @@ def batch_certificate(batch: "Mapping[str, Any]", sequence_length: "int | None" 
         inputs, labels = (np.asarray(batch[key].cpu()) for key in ("input_ids", "label_ids"))
         valid = batch.get("row_valid")
         kept = np.ones(len(inputs), np.bool_) if valid is None else np.asarray(valid.cpu())
-        counts = batch.get("label_mask")
-        counts = labels != IGNORED_LABEL if counts is None else np.asarray(counts.cpu())
+        mask = batch.get("label_mask")
+        counts: Any = labels != IGNORED_LABEL if mask is None else np.asarray(mask.cpu())
     except (TypeError, KeyError, AttributeError) as error:
         raise ArgumentTypeError(
             f"a collated batch is a dict with the tensors input_ids and label_ids, got {batch!r:.80} ({error!r})"
@@ -231,8 +231,8 @@ def batch_certificate(batch: "Mapping[str, Any]", sequence_length: "int | None" 
     whole = as_count("sequence_length", inputs.shape[1] if sequence_length is None else sequence_length)
     if inputs.shape[1] != whole or "row_places" in batch:
         raise ArgumentTypeError(
-            f"the batch holds {inputs.shape[1]} tokens of rows of {whole if sequence_length else 'more'}; a certificate "
-            "is of whole rows: cp='whole', or certify(graph, …) would do"
+            f"the batch holds {inputs.shape[1]} tokens of rows of {whole if sequence_length else 'more'}; a "
+            "certificate is of whole rows: cp='whole', or certify(graph, …) would do"
         )
     masked = ~counts.any(axis=1)
     total = _sum_of_hashes(inputs[kept], masked[kept])
