@@ -10,7 +10,7 @@ The files of this package in the order in which a token passes them:
     bound.py      skip, limit, once                  exclude.py  rows kept, labels masked
     shard.py      one rank's part (topology.py;      batch.py    micro-batches (steps.py: steps)
                   balance.py: of even work)
-    collate.py    tensors                            combine.py  map, zip, concat
+    collate/      what this rank takes, as tensors   combine.py  map, zip, concat
     streaming/    what has no numbers: JSON lines, tokenised and packed as they pass
 
 before, during and after a run:

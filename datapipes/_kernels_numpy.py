@@ -225,7 +225,8 @@ def row_documents(
                     x = int(begin[f]) + p - int(first[f])
                     low, high = np.searchsorted(ends, np.array([x, x + take], np.uint64), side="right")
                     cuts = np.unique(ends[low:high].astype(np.int64)) - x
-            edges = [0, *cuts[cuts < take].tolist(), take] if take else []
+            cuts = cuts[(cuts > 0) & (cuts < take)]  # ends that are damaged may stand in any order
+            edges = [0, *cuts.tolist(), take] if take else []
             stretches += [(row, at + a, at + b) for a, b in itertools.pairwise(edges)]
             at, left, p, f = at + take, left - take, p + take, f + 1
         if at == width:

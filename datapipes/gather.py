@@ -98,6 +98,7 @@ class TokenGather:
         self.itemcode: Int64s = np.repeat(itemcode, np.diff(self.bounds))  # (pieces,)
         self.address = np.zeros(pieces, np.uint64)  # 0: not mapped
         self.arrays: list[np.ndarray | None] = [None] * len(layouts)
+        self._alike: dict[int, Int64s] = {}
         self._kept_ranges: tuple[Any, int, Int64s, Int64s] | None = None
         self._open: dict[int, FileMap] = {}
         self._turn = (0, 0)  # which map, and from which of its bytes on, is let go of next
@@ -146,7 +147,10 @@ class TokenGather:
         Raises ConfigurationError for columns that a row does not have.
         """
         if columns is None:
-            places, counts = starts, np.array([width], np.int64)
+            counts = self._alike.get(width)
+            if counts is None:
+                counts = self._alike[width] = np.array([width], np.int64)
+            places = starts
         elif callable(columns):
             places, counts = columns(self, starts, width)
         else:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tokenpipe.datapipes import TokenFileWriter, TokenReader, Topology
-from tokenpipe.datapipes.layouts import TensorPointer
+from tokenpipe.datapipes.collate.layouts import TensorPointer
 
 I64 = np.int64
 

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from contract import same
 from shelf import Shelf, expected
-from tokenpipe.datapipes import TokenFileWriter, TokenReader, Topology
+from tokenpipe.datapipes import TokenFileWriter, TokenReader, Topology, _kernels_numpy, row_documents
 from tokenpipe.datapipes.errors import TokenpipeError
 
 S = 12
@@ -238,9 +238,13 @@ def test_the_kernels_without_a_compiler_give_the_same_batches(tmp_path):
 # Damaged files ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", ["zeros", "decreasing", "beyond the file", "beyond 2^63"])
+@pytest.mark.parametrize("wrong", ["zeros", "decreasing", "beyond the file", "beyond 2^63", "in disorder", "noise"])
 @pytest.mark.parametrize("cut", ["whole", "document"])
-def test_document_ends_that_are_damaged_do_no_harm(tmp_path, wrong, cut):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_document_ends_that_are_damaged_do_no_harm(tmp_path, monkeypatch, wrong, cut, compiled):
+    if not compiled:
+        monkeypatch.setattr(row_documents, "kernel", lambda name: (getattr(_kernels_numpy, name), False))
+    rng = np.random.default_rng(5)
     path = tmp_path / "a.tok"
     with TokenFileWriter(path, vocab_size=9) as writer:
         for length in range(3, 40):
@@ -252,6 +256,8 @@ def test_document_ends_that_are_damaged_do_no_harm(tmp_path, wrong, cut):
         "decreasing": ends[::-1],
         "beyond the file": ends + 10**9,
         "beyond 2^63": ends | np.uint64(2**63),
+        "in disorder": rng.permutation(ends),
+        "noise": rng.integers(0, 2**64, documents, dtype=np.uint64),
     }[wrong]
     path.write_bytes(data[: -8 * documents] + ends.astype("<u8").tobytes())
     graph = TokenReader(path).slice_sequences(16).batch_samples(4)

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._torch import functional_datapipe
-from .batch import Rows, SampleBatcher, batcher_of
-from .combine import Mapper
-from .core import IndexedDataPipe, Int64s, Unpickled, as_count, sample_node
+from .._torch import functional_datapipe
+from ..batch import Rows, SampleBatcher, batcher_of
+from ..combine import Mapper
+from ..core import IndexedDataPipe, Int64s, Unpickled, as_count, sample_node
+from ..errors import ArgumentTypeError, ConfigurationError, TokenIdError, TopologyError
+from ..gather import Columns, Routes, TokenGather, plan_of
+from ..topology import Topology
 from .cut import cut_for
-from .errors import ArgumentTypeError, ConfigurationError, TokenIdError, TopologyError
-from .gather import Columns, Routes, TokenGather, plan_of
 from .labels import LabelRules, as_rules, hidden_rows, labels_with
 from .layouts import IGNORED_LABEL, Parts, in_microbatches, layout_of, roles_of
-from .topology import Topology
 
 __all__ = ["IGNORED_LABEL", "CausalLMCollator"]
 
@@ -183,6 +183,8 @@ class CausalLMCollator(IndexedDataPipe):
             roles.labels and "joins" in self._uncounted,
             self.cu_seqlens,
         )
+        whole = roles.inputs and roles.labels and self.place.cp_size == 1
+        self._plain = whole and not (self._ruled or self.settings)
         self._asks = any(self._asked) or (cut.by_document and (cut.inputs or cut.labels))
         if not (self._asks or self._ruled):
             return
@@ -262,6 +264,11 @@ class CausalLMCollator(IndexedDataPipe):
 
     def collate(self, rows: Rows) -> Any:
         """One micro-batch as this rank takes it."""
+        if (
+            self._plain and rows.valid is None and rows.masked is None
+        ):  # nearly every run: half the time of what follows
+            tokens = self._checked_tokens(rows)
+            return {"input_ids": torch.from_numpy(tokens[:, :-1]), "label_ids": torch.from_numpy(tokens[:, 1:])}
         parts, cut, roles, documents, where, rules = Parts(), self._cut, self._roles, None, None, None
         if self._asks or self._ruled:
             gather, rules = self._windows
@@ -299,6 +306,13 @@ class CausalLMCollator(IndexedDataPipe):
 
     def _held(self, rows: Rows, where: "Int64s | None") -> "tuple[np.ndarray | None, np.ndarray | None]":
         """The inputs and the labels that this rank holds, each (b, s), None for what it does not."""
+        tokens = self._checked_tokens(rows)
+        if self._columns is None or rows.places is None:
+            return self._cut.whole(tokens, where)
+        return self._cut.split(tokens, self._columns)
+
+    def _checked_tokens(self, rows: Rows) -> np.ndarray:
+        """What was read of rows (b, L), of our dtype. Raises ConfigurationError, TokenIdError."""
         tokens = rows.tokens
         if not isinstance(tokens, np.ndarray) or tokens.ndim != 2 or tokens.dtype.kind not in "iu":
             raise ConfigurationError(
@@ -307,10 +321,7 @@ class CausalLMCollator(IndexedDataPipe):
             )
         if self.dtype == "int32" and tokens.size and int(tokens.max()) > MOST_INT32:
             raise TokenIdError(f"token id {tokens.max()} does not fit dtype='int32'; 'int64' would do")
-        tokens = tokens.astype(self._dtype, copy=False)
-        if self._columns is None or rows.places is None:
-            return self._cut.whole(tokens, where)
-        return self._cut.split(tokens, self._columns)
+        return tokens if tokens.dtype == self._dtype else tokens.astype(self._dtype)
 
     def _label(
         self,

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .errors import ArgumentTypeError, ConfigurationError, TopologyError
-from .topology import Topology
+from ..errors import ArgumentTypeError, ConfigurationError, TopologyError
+from ..topology import Topology
 
 __all__ = ["IGNORED_LABEL", "Layout", "Parts", "Roles", "TensorPointer", "in_microbatches", "layout_of", "roles_of"]
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .core import Int64s
-from .errors import ConfigurationError
-from .gather import Columns, TokenGather
-from .row_documents import RowDocuments
-from .topology import CUTS, Topology
+from ..core import Int64s
+from ..errors import ConfigurationError
+from ..gather import Columns, TokenGather
+from ..row_documents import RowDocuments
+from ..topology import CUTS, Topology
 
 __all__ = ["Cut", "cut_for"]
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from .batch import Rows
-from .core import Int64s
+from ..batch import Rows
+from ..core import Int64s
+from ..errors import ArgumentTypeError, ConfigurationError
+from ..gather import Routes, TokenGather
+from ..kernels import kernel
+from ..loss_masks import as_loss_mask, loss_layouts
+from ..row_documents import DocumentFill
 from .cut import Cut
-from .errors import ArgumentTypeError, ConfigurationError
-from .gather import Routes, TokenGather
-from .kernels import kernel
-from .loss_masks import as_loss_mask, loss_layouts
-from .row_documents import DocumentFill
 
 __all__ = ["LabelRules", "as_rules", "hidden_rows", "labels_with"]
 
