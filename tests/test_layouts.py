@@ -4,6 +4,7 @@ The oracle is `expected` in shelf.py: it knows of each token id where it comes f
 """
 
 import ctypes
+import gc
 import itertools
 import mmap
 import os
@@ -517,6 +518,8 @@ READ = {
 def test_of_a_file_no_page_is_read_but_those_of_the_tokens_that_the_rank_holds(long_rows, where):
     place, collation, columns = READ[where]
     for _ in range(5):  # the kernel may keep or drop a page of its own accord, where memory is short
+        graph = windows = None  # and with them the map: what is mapped is not forgotten
+        gc.collect()
         windows = TokenReader(long_rows, dtype="uint16").slice_sequences(ROW).permute(seed=5)
         graph = windows.batch_samples(2).collate_causal_lm(topology=place, **collation)
         rows = windows.route(np.array([6, 7, 14, 15]))[1].tolist()
@@ -525,7 +528,6 @@ def test_of_a_file_no_page_is_read_but_those_of_the_tokens_that_the_rank_holds(l
         next(iter(graph.iterate(7)))
         if (found := resident(long_rows)) == pages_of(rows, columns):
             break
-        del graph, windows  # and with them the map: what is mapped is not forgotten
     assert found == pages_of(rows, columns)
     if not columns:
         assert str(long_rows) not in Path("/proc/self/maps").read_text(), "it is not even mapped"
