@@ -64,6 +64,9 @@ from tokenpipe.reading_services import DataLoader2, InProcessReadingService, Mul
 
 try:
     import grain
+    from absl import flags
+
+    flags.FLAGS.mark_as_parsed()  # where jax is installed too, its workers ask for flags of a program that has some
 except ImportError:  # its row is left out: pip install -e '.[bench]'
     grain = None
 

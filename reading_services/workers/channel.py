@@ -21,7 +21,7 @@ from typing import Any
 from ...datapipes.filemap import SharedMap
 from .packing import Packed
 
-__all__ = ["Channel", "ChannelClosed", "Item", "Lease", "shared_memory"]
+__all__ = ["Channel", "ChannelClosed", "Item", "shared_memory"]
 
 MOST_LENT = 64  # slots of one sender that the receiver's arrays may hold; beyond that they are copied
 _LONGEST = 32 << 10  # bytes of a message; what is longer lies in a slot
@@ -75,8 +75,11 @@ class Channel:
         self._new: list[int] = []  # descriptors of slots that the other end has not seen
         self._next_slot = 0
         self._theirs: dict[int, SharedMap] = {}  # slots that this end reads
-        self._lent: dict[int, weakref.ref[Any]] = {}
-        self._done: list[int] = []  # read and given up, but not told yet; a finaliser may append at any time
+        # slots whose arrays live, and those given up but not told yet: when the last array over a slot is gone, in
+        # whatever thread and moment, its reference is appended, by C code alone, as Python would swallow an interrupt
+        # that came in a finaliser of ours
+        self._lent: dict[int, weakref.KeyedRef[int, Any]] = {}
+        self._done: list[int | weakref.KeyedRef[int, Any]] = []
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -91,7 +94,11 @@ class Channel:
         """A tuple of plain values. What was read is given back with it, and new slots are introduced."""
         done = []
         while self._done:
-            done.append(self._done.pop())
+            slot = self._done.pop()
+            if not isinstance(slot, int):
+                slot = slot.key
+                self._lent.pop(slot, None)
+            done.append(slot)
         introduced, self._new = self._new, []
         try:
             self._send(pickle.dumps((done, *message), 5), introduced)
@@ -220,8 +227,10 @@ class Channel:
         if slot < 0:
             return item.pickled, []
         whole = self._theirs[slot].bytes()  # what is made of it refers to this very array
+        if len(self._lent) >= MOST_LENT:
+            self._lent = {slot: array for slot, array in self._lent.items() if array() is not None}
         if len(self._lent) < MOST_LENT:
-            self._lent[slot] = weakref.ref(whole, Lease(self._lent, self._done, slot))
+            self._lent[slot] = weakref.KeyedRef(whole, self._done.append, slot)
             buffers: list[Any] = [whole[place : place + size] for place, size in item.places]
         else:
             copy = whole.copy()
@@ -234,16 +243,3 @@ class Channel:
         slot, item.slot = item.slot, -1
         if slot >= 0:
             self._done.append(slot)
-
-
-class Lease:
-    """Called when the last array over a slot is gone, in whatever thread and moment that happens."""
-
-    __slots__ = ("_done", "_lent", "_slot")
-
-    def __init__(self, lent: "dict[int, weakref.ref[Any]]", done: "list[int]", slot: int) -> None:
-        self._lent, self._done, self._slot = lent, done, slot
-
-    def __call__(self, _: Any) -> None:
-        self._lent.pop(self._slot, None)
-        self._done.append(self._slot)
