@@ -37,10 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ..datapipes import TokenReader, verify_token_file
     from ..datapipes.core import as_count
+    from ..datapipes.errors import ConfigurationError
 
     as_count("--samples", arguments.samples, 0)
     as_count("--tokens", arguments.tokens)
     reader = TokenReader(arguments.file, dtype=arguments.dtype)
+    if len(reader.files) > 1:
+        raise ConfigurationError(
+            f"{arguments.file}: names {len(reader.files)} token files, and one is shown at a time, as "
+            f"{reader.files[0].path}"
+        )
     tokenizer: Any = None
     if arguments.tokenizer:
         from ..datapipes.tokenize import load_tokenizer
@@ -66,19 +72,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 def header(reader: "TokenReader", tokenizer: Any) -> Iterator[tuple[str, str]]:
     """(name, value) of each line of the header."""
+    from ..datapipes.formats.datatrove import read_metadata
     from ..datapipes.formats.own import read_header
 
     file = reader.files[0]
     own = read_header(file.path)
+    said = read_metadata(file.path) if file.kind == "datatrove" else None
     ids = reader.document_ids()[0]
     yield "file", f"{file.path}: {file.size:,} bytes"
+    yield "kind", f"{file.kind}{f', with {file.ends_path}' if file.ends_path else ''}"
     yield "tokens", f"{file.tokens:,} {file.dtype.name}, from byte {file.offset}"
     mean = f", {file.tokens / file.documents:,.1f} tokens each" if file.documents else ""
     yield "documents", f"{file.documents:,}{mean}" if file.documents else f"ends {NOT_STORED}"
     yield "vocabulary", NOT_STORED if file.vocab_size is None else f"{file.vocab_size:,}"
     yield "largest id", NOT_STORED if file.max_token_id is None else f"{file.max_token_id:,}"
     if own is None:
-        yield "tokenizer", NOT_STORED
+        yield "tokenizer", NOT_STORED if said is None else escaped(said[0])
         yield "end of text", NOT_STORED
     else:
         same = tokenizer is None or own.tokenizer_hash == tokenizer.hash.ljust(32, b"\0")

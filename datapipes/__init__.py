@@ -49,7 +49,10 @@ from .core import MAX_NUMBER, IndexedDataPipe
 from .documents import DocumentSelector
 from .draw import Drawing, draw
 from .exclude import Excluder
+from .formats.datatrove import DatatroveWriter
 from .formats.ids import DocumentIds
+from .formats.llmc import LlmcWriter
+from .formats.megatron import MegatronWriter
 from .formats.own import TokenFileWriter, verify_token_file
 from .full_sync import FullSync
 from .linting import Finding, lint
@@ -82,6 +85,7 @@ __all__ = [
     "Certificate",
     "Concater",
     "ContentsRecord",
+    "DatatroveWriter",
     "DocumentIds",
     "DocumentPacker",
     "DocumentSelector",
@@ -93,7 +97,9 @@ __all__ = [
     "IndexedDataPipe",
     "JsonLinesReader",
     "Limiter",
+    "LlmcWriter",
     "Mapper",
+    "MegatronWriter",
     "NanosetOrder",
     "Once",
     "Overlap",

@@ -24,7 +24,7 @@ from .core import IndexedDataPipe, Int64s, Unpickled, as_count, in_blocks
 from .document_ends import find_ends
 from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError, TokenIdError
 from .fingerprint import files_fingerprint
-from .formats import DocumentIds, TokenLayout, read_layout
+from .formats import DocumentIds, TokenLayout, list_token_files, read_layout
 from .formats.ids import open_document_ids
 from .formats.own import read_header
 
@@ -176,10 +176,11 @@ class TokenReader(TokenSpace):
     Files are looked at here (first bytes and size) and mapped when a batch first needs them.
 
     Args:
-        paths: one path or several, in order. `.npy` and tokenpipe's own files say what they hold.
+        paths: one path or several, in order: files, folders (all token files in one, by name) and patterns
+            ("data/*.bin", by name), looked for once, here. All kinds but raw say what they hold.
         dtype: for raw files: "uint8", "uint16", "uint32", "int32" or "int64".
-        name: the source's name; left out: the first file's stem. It is part of the order (each source has
-            permutations of its own), so a source that keeps its name may move to another path.
+        name: the source's name; left out: the stem of the first path as it was given. It is part of the order (each
+            source has permutations of its own), so a source that keeps its name may move to another path.
         vocab_size: ids at or above it raise TokenIdError, in the header or in the batch that reads them.
         end_of_text: the id that closes documents. Files that store no document ends are scanned for it once, when their
             documents are first asked for; what was found is kept (see cache.py).
@@ -214,7 +215,7 @@ class TokenReader(TokenSpace):
             raise ConfigurationError("TokenReader needs at least one path")
         self._name = as_name(name) if name is not None else PurePath(os.fspath(several[0])).stem
         self.vocab_size = None if vocab_size is None else as_count("vocab_size", vocab_size)
-        self.files = tuple(read_layout(path, dtype) for path in several)
+        self.files = tuple(read_layout(file, dtype) for path in several for file in list_token_files(path))
         for file in self.files:
             if self.vocab_size is not None and (file.max_token_id or 0) >= self.vocab_size:
                 raise TokenIdError(f"{file.path}: holds token id {file.max_token_id}, vocab_size is {self.vocab_size}")

@@ -582,8 +582,8 @@ def test_stages_may_stand_in_any_order_and_a_folder_is_one_source(folder, tmp_pa
     found = load_recipe(yaml.safe_dump(config))
     assert found.fingerprint() == expected.fingerprint()
     assert [len(node.files) for node in all_nodes(found) if isinstance(node, TokenReader)] == [2, 1]
-    (several / "0.ds").write_bytes(b"1234")
-    with pytest.raises(RecipeError, match="datatrove"):
+    (several / "notes.txt").write_text("not tokens")
+    with pytest.raises(TokenFileError, match=r"data_stages.*'notes\.txt'"):
         load_recipe(config)
 
 

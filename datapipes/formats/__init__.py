@@ -1,31 +1,35 @@
-"""The kinds of token file, one module each; adding a kind is adding a module and a line below.
+"""The kinds of token file, one module each; adding a kind is adding a module and its name in KINDS.
 
-A format module has `recognises(head) -> bool`, given the file's first 256 bytes, and
-`layout(path, head, size, dtype) -> TokenLayout`, which checks what it says against the file's size
-before anything is mapped. Raw comes last: it has no mark, so its dtype must come from the caller.
+A format module has `recognises(path, head) -> bool`, given the file's first 256 bytes and its name (for kinds whose
+mark is a file beside it), and `layout(path, head, size, dtype) -> TokenLayout`, which checks what it says against the
+sizes of all files before anything is mapped. Where a kind can be written, it also has a DocumentWriter (writer.py).
+Raw comes last: it has no mark, so its dtype must come from the caller.
 """
 
 import os
 
 from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError
-from . import ids, npy, own, raw
+from . import datatrove, ids, llmc, megatron, npy, own, raw
 from .ids import DocumentIds
 from .layout import DTYPES, TokenLayout, as_dtype, local_path
+from .listing import list_token_files
 
-__all__ = ["DTYPES", "DocumentIds", "TokenLayout", "as_dtype", "read_layout"]
+__all__ = ["DTYPES", "DocumentIds", "TokenLayout", "as_dtype", "list_token_files", "read_layout"]
 
 HEAD = 256
+KINDS = (datatrove, megatron, npy, ids, own, llmc, raw)
 
 
 def read_layout(path: "str | os.PathLike[str]", dtype: object = None) -> TokenLayout:
-    """What a token file holds and where. Reads its first 256 bytes and its size, nothing else.
+    """What a token file holds and where. Reads its first 256 bytes and its size, and of what
+    stands beside it as much as its kind needs to check that.
 
     Raises TokenFileError for a file that is missing, empty, cut, or not what its header says;
     ConfigurationError for a dtype that is missing, unknown, or not the file's.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(f"a path must be a str or PathLike, got {path!r}")
-    text = os.fspath(path)
+    text = megatron.data_path(os.fspath(path))
     if "://" in text and not text.startswith("file://"):
         raise TokenFileError(f"{text}: only local files can be read so far; copy it to a local disk first")
     try:
@@ -38,13 +42,13 @@ def read_layout(path: "str | os.PathLike[str]", dtype: object = None) -> TokenLa
     if size == 0:
         raise TokenFileError(f"{text}: the token file is empty; a source needs at least one token")
     asked = None if dtype is None else as_dtype(dtype)
-    for kind in (npy, ids, own, raw):
-        if kind.recognises(head):
+    for kind in KINDS:
+        if kind.recognises(text, head):
             layout = kind.layout(text, head, size, asked)
             if asked is not None and asked != layout.dtype:
                 raise ConfigurationError(
                     f"{text}: dtype={asked.name!r} was given, but its header says {layout.dtype.name!r}; "
-                    "leave dtype out for files with a header"
+                    "leave dtype out for files that say what they hold"
                 )
             return layout
     raise TokenFileError(f"{text}: no known kind of token file")  # unreachable: raw takes all

@@ -31,7 +31,7 @@ def ids_path(path: "str | os.PathLike[str]") -> Path:
     return local.with_name(local.name + ".ids")
 
 
-def recognises(head: bytes) -> bool:
+def recognises(path: str, head: bytes) -> bool:
     return head.startswith(MAGIC)
 
 
@@ -82,7 +82,7 @@ class DocumentIds:
                 head, size = file.read(own.HEADER), os.fstat(file.fileno()).st_size
         except OSError as error:
             raise TokenFileError(error.errno, f"cannot open the document ids: {error.strerror}", self.path) from error
-        if not recognises(head):
+        if not recognises(self.path, head):
             raise TokenFileError(f"{self.path}: no file of document ids")
         self._layout = own.layout(self.path, head, size, None)
         if self._layout.dtype != np.uint8:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..cache import CachedArrays, mapped
 from ..errors import ConfigurationError, TokenFileError
 
-__all__ = ["DTYPES", "TokenLayout", "as_dtype", "local_path", "loss_path"]
+__all__ = ["DTYPES", "TokenLayout", "as_dtype", "exists", "local_path", "loss_path"]
 
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "uint32", "int32", "int64")}
 """The dtypes that tokens are stored in, little-endian."""
@@ -36,6 +36,11 @@ def local_path(path: str) -> Path:
     return Path(path.removeprefix("file://"))
 
 
+def exists(path: Path) -> bool:
+    """Whether something has this name; a name that none can have, too long with a suffix, is nothing's."""
+    return os.path.exists(path)  # noqa: PTH110 - Path.exists raises for such a name
+
+
 def loss_path(path: "str | os.PathLike[str]") -> Path:
     """Where a token file's loss mask is, if it has one (loss_masks.py): its own path and `.loss`."""
     local = local_path(os.fspath(path))
@@ -48,8 +53,11 @@ class TokenLayout:
 
     path: as the caller gave it. offset: bytes before the first token. tokens: how many.
     stored_documents: how many document ends are stored from byte `ends_offset` on (uint64, in tokens), or 0.
+    ends_path, ends_size: the file that they are in and its bytes, where that is another one.
+    sequences: of Megatron's index, which stores the lengths of that many instead; the ends are worked out of them.
     max_token_id, vocab_size: what a header promises, or None.
     end_of_text: the id that closes documents, where their ends are not stored but found by a scan (document_ends.py).
+    kind: what the file is, for people.
     """
 
     path: str
@@ -62,6 +70,10 @@ class TokenLayout:
     max_token_id: "int | None" = None
     vocab_size: "int | None" = None
     end_of_text: "int | None" = None
+    kind: str = "raw"
+    ends_path: str = ""
+    ends_size: int = 0
+    sequences: int = 0
 
     @property
     def local(self) -> Path:
@@ -79,25 +91,48 @@ class TokenLayout:
 
         return file_digest(self).hex()
 
+    @functools.cached_property
+    def ends_content(self) -> str:
+        """The fingerprint of the file that its document ends are in; "" where that is the file itself, or none."""
+        if not self.ends_path:
+            return ""
+        try:
+            size = local_path(self.ends_path).stat().st_size
+        except OSError as error:
+            raise TokenFileError(error.errno, f"cannot open the index: {error.strerror}", self.ends_path) from error
+        if size != self.ends_size:
+            raise TokenFileError(f"{self.ends_path}: was cut or written to after the graph was built")
+        return TokenLayout(self.ends_path, DTYPES["uint8"], 0, size, size).content
+
+    @property
+    def ends_are_made(self) -> bool:
+        """Whether its document ends are worked out once, and kept: nothing stores them."""
+        return bool(self.sequences if self.stored_documents else self.end_of_text is not None)
+
     @property
     def documents(self) -> int:
         """How many the file has, 0 where nobody knows. The first time, a file without stored ends is scanned."""
         return self.stored_documents or (0 if self.end_of_text is None else self._scanned().numbers[1])
 
     def document_ends(self) -> npt.NDArray[np.uint64]:
-        """Cumulative document ends in tokens, uint64 (documents,), mapped from the file, or from what a scan found.
+        """Cumulative document ends in tokens, uint64 (documents,), mapped from the file that stores them, or from
+        what was found once.
 
         Raises TokenFileError.
         """
-        if self.stored_documents:
-            try:
-                return np.memmap(self.local, np.dtype("<u8"), "r", self.ends_offset, (self.stored_documents,))
-            except OSError as error:
-                what = f"cannot open the document ends: {error.strerror}"
-                raise TokenFileError(error.errno, what, self.path) from error
-            except ValueError as error:  # shorter than what is to be mapped
-                raise TokenFileError(f"{self.path}: was cut after the graph was built") from error
-        return np.empty(0, np.uint64) if self.end_of_text is None else mapped(self._scanned()).view(np.uint64)
+        if self.ends_are_made:
+            return mapped(self._scanned()).view(np.uint64)
+        if not self.stored_documents:
+            return np.empty(0, np.uint64)
+        path = local_path(self.ends_path or self.path)
+        try:
+            if self.ends_path and path.stat().st_size != self.ends_size:
+                raise ValueError(f"{self.ends_size} bytes")
+            return np.memmap(path, np.dtype("<u8"), "r", self.ends_offset, (self.stored_documents,))
+        except OSError as error:
+            raise TokenFileError(error.errno, f"cannot open the document ends: {error.strerror}", str(path)) from error
+        except ValueError as error:  # shorter than what is to be mapped
+            raise TokenFileError(f"{path}: was cut or written to after the graph was built") from error
 
     def _scanned(self) -> CachedArrays:
         from ..document_ends import scanned  # which knows of layouts

@@ -10,7 +10,7 @@ from .layout import DTYPES, TokenLayout
 MAGIC = b"\x93NUMPY"
 
 
-def recognises(head: bytes) -> bool:
+def recognises(path: str, head: bytes) -> bool:
     return head.startswith(MAGIC)
 
 
@@ -38,4 +38,4 @@ def layout(path: str, head: bytes, size: int, dtype: "np.dtype | None") -> Token
         )
     if count == 0:
         raise TokenFileError(f"{path}: the token file is empty; a source needs at least one token")
-    return TokenLayout(path, DTYPES[stored.name], offset, count, size)
+    return TokenLayout(path, DTYPES[stored.name], offset, count, size, kind="npy")

@@ -13,7 +13,7 @@ from .layout import TokenLayout, local_path
 SAMPLE = 4096  # tokens looked at
 
 
-def recognises(head: bytes) -> bool:
+def recognises(path: str, head: bytes) -> bool:
     return True
 
 

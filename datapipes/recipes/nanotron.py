@@ -42,7 +42,6 @@ IGNORED = (
 REFUSED = ("dataset_max_tokens", "pad_samples_to_global_batch_size")
 DATASET = (*PATHS, "dataset_weights", "token_size_in_bytes", *IGNORED, *REFUSED)
 DTYPES = {2: "uint16", 4: "uint32"}
-SUFFIXES = {".npy", ".tok", ".bin"}
 
 
 def is_nanotron(value: Any) -> bool:
@@ -203,24 +202,10 @@ class _Config:
             stage = first[path]
             dtype = stage.dtype if self.dtype is None else self.dtype
             where = os.path.join(self.folder, path)  # noqa: PTH118  # an URL stays one
-            files = self.files(Path(where), stage.at) if os.path.isdir(where) else where  # noqa: PTH112  # which raises for no path
             with self.document.placed(stage.at):
-                reader = TokenReader(files, dtype, name or Path(path).stem)
+                reader = TokenReader(where, dtype, name or Path(path).stem)
                 found[path] = reader.slice_sequences(self.sequence_length).permute(seed=stage.seed)
         return found
-
-    def files(self, folder: Path, at: Place) -> "list[str]":
-        """The token files of a folder, in the order of their names."""
-        found = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-        odd = [path for path in found if path.suffix not in SUFFIXES or not path.is_file()]
-        if odd or not found:
-            what = "is empty" if not found else f"holds {odd[0].name!r}"
-            if odd and ".ds" in odd[0].suffixes:
-                what += ", a file of datatrove's, which is not read so far"
-            raise self.document.error(
-                at, f"{folder}: a folder of token files ({', '.join(sorted(SUFFIXES))}) was expected; it {what}"
-            )
-        return [str(path) for path in found]
 
     def weights(self, stage: _Stage, sources: "dict[str, IndexedDataPipe]") -> "list[float]":
         """A weight for each source of the run: 0 for those that are not in this stage."""
