@@ -99,7 +99,7 @@ class TokenGather:
         self.address = np.zeros(pieces, np.uint64)  # 0: not mapped
         self.arrays: list[np.ndarray | None] = [None] * len(layouts)
         self._alike: dict[int, Int64s] = {}
-        self._kept_ranges: tuple[Any, int, Int64s, Int64s] | None = None
+        self._kept_ranges: tuple[Any, Int64s, Int64s] | None = None
         self._open: dict[int, FileMap] = {}
         self._turn = (0, 0)  # which map, and from which of its bytes on, is let go of next
         with _REGISTERING:
@@ -154,25 +154,25 @@ class TokenGather:
         elif callable(columns):
             places, counts = columns(self, starts, width)
         else:
-            for start, stop in columns:
-                if not 0 <= start < stop <= width:
-                    raise ConfigurationError(f"columns [{start}, {stop}) are not within a row of {width} tokens")
-            begins, counts = self._ranges_of(columns, starts.size)
-            places = (starts[:, None] + begins).reshape(-1)
+            begins, counts = self._ranges_of(columns, starts.size, width)
+            places = starts + begins if begins.size == 1 else (starts[:, None] + begins).reshape(-1)
             if starts.size and starts.min() < 0:
                 places[np.repeat(starts < 0, begins.size)] = -1
         if self._laid_out and places.size and places.max() >= self._table:
             _, places, counts = self.spans(places, counts)
         return places, counts
 
-    def _ranges_of(self, columns: "Sequence[tuple[int, int]]", rows: int) -> "tuple[Int64s, Int64s]":
+    def _ranges_of(self, columns: "Sequence[tuple[int, int]]", rows: int, width: int) -> "tuple[Int64s, Int64s]":
         """((k,) where ranges of columns begin, their tokens for all rows), kept for the next batch."""
-        kept, columns = self._kept_ranges, tuple(columns)
-        if kept is None or kept[:2] != (columns, rows):
+        kept, asked = self._kept_ranges, (tuple(columns), rows, width)
+        if kept is None or kept[0] != asked:
+            for start, stop in columns:
+                if not 0 <= start < stop <= width:
+                    raise ConfigurationError(f"columns [{start}, {stop}) are not within a row of {width} tokens")
             begins, stops = np.array(columns, np.int64).reshape(-1, 2).T.copy()
             counts = stops - begins if len(columns) == 1 else np.tile(stops - begins, rows)
-            self._kept_ranges = kept = (columns, rows, begins, counts)
-        return kept[2], kept[3]
+            self._kept_ranges = kept = (asked, begins, counts)
+        return kept[1], kept[2]
 
     def spans(self, places: Int64s, counts: "Int64s | int") -> "tuple[Int64s, Int64s, Int64s]":
         """Windows as stretches that follow one another in the table: (n,) windows → (m,) which window each is of,

@@ -514,6 +514,7 @@ READ = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("where", READ)
 def test_of_a_file_no_page_is_read_but_those_of_the_tokens_that_the_rank_holds(long_rows, where):
     place, collation, columns = READ[where]

@@ -183,9 +183,9 @@ class CausalLMCollator(IndexedDataPipe):
             roles.labels and "joins" in self._uncounted,
             self.cu_seqlens,
         )
-        whole = roles.inputs and roles.labels and self.place.cp_size == 1
-        self._plain = whole and not (self._ruled or self.settings)
         self._asks = any(self._asked) or (cut.by_document and (cut.inputs or cut.labels))
+        self._plain = not (self._asks or self._ruled or self.settings.keys() - {"cp"})
+        self._length = self.sequence_length if self._asks or self._layout.positions else 0
         if not (self._asks or self._ruled):
             return
         if gather is None:
@@ -198,7 +198,6 @@ class CausalLMCollator(IndexedDataPipe):
                 f"{missing[0]}: stores no document ends, so where documents begin in a row is not known; "
                 "TokenReader(…, end_of_text=ID) finds them, a file of `tokenpipe tokenize` has them"
             )
-        self._length = self.sequence_length
         _ = self._windows  # or it says now what is missing
 
     def _check_microbatches(self, count: int) -> None:
@@ -264,11 +263,12 @@ class CausalLMCollator(IndexedDataPipe):
 
     def collate(self, rows: Rows) -> Any:
         """One micro-batch as this rank takes it."""
-        if (
-            self._plain and rows.valid is None and rows.masked is None
-        ):  # nearly every run: half the time of what follows
-            tokens = self._checked_tokens(rows)
-            return {"input_ids": torch.from_numpy(tokens[:, :-1]), "label_ids": torch.from_numpy(tokens[:, 1:])}
+        if self._plain and rows.valid is None and rows.masked is None:  # nearly every run: half of what follows takes
+            inputs, labels = self._held(rows, None)
+            batch = {} if inputs is None else {"input_ids": torch.from_numpy(inputs)}
+            if labels is not None:
+                batch["label_ids"] = torch.from_numpy(labels)
+            return batch
         parts, cut, roles, documents, where, rules = Parts(), self._cut, self._roles, None, None, None
         if self._asks or self._ruled:
             gather, rules = self._windows
@@ -283,13 +283,14 @@ class CausalLMCollator(IndexedDataPipe):
             counts = None if rules is None else rules.counting(rows, labels, documents, cut, where)
             self._label(parts, inputs, labels, counts, hidden_rows(rows))
         if documents is not None:
-            for key in ("position_ids", "document_ids"):
-                if (array := getattr(documents, key)) is not None:
-                    parts[key] = cut.take(array, where).astype(self._dtype, copy=False)
+            if documents.position_ids is not None:
+                parts["position_ids"] = cut.take(documents.position_ids, where).astype(self._dtype, copy=False)
+            if documents.document_ids is not None:
+                parts["document_ids"] = cut.take(documents.document_ids, where).astype(self._dtype, copy=False)
             if documents.cu_seqlens is not None:
-                parts |= {"cu_seqlens": documents.cu_seqlens, "max_seqlen": documents.max_seqlen}
+                parts["cu_seqlens"], parts["max_seqlen"] = documents.cu_seqlens, documents.max_seqlen
         if self._layout.positions and roles.inputs and "position_ids" not in parts:
-            line = cut.take(np.arange(self.sequence_length, dtype=self._dtype)[None], where)
+            line = cut.take(np.arange(self._length, dtype=self._dtype)[None], where)
             parts["position_ids"] = np.tile(line, (rows.sample_numbers.size // line.shape[0], 1))
         if where is not None:
             parts["row_places"] = where
@@ -335,11 +336,11 @@ class CausalLMCollator(IndexedDataPipe):
         if hidden is not None:
             counts = np.ones(labels.shape, np.bool_) if counts is None else counts
             counts[hidden] = False
-        if self._ignored is not None and counts is not None and not counts.all():
+        if self._ignored is not None and counts is not None:
             labels = labels_with(labels, counts, self._ignored)
         if self._layout.shifted:
             parts["label_ids"] = labels
-        elif self.place.cp_size > 1:  # what follows a rank's last token is another's
+        elif self._cut.topology.cp_size > 1:  # what follows a rank's last token is another's
             assert inputs is not None  # they are read where labels are
             parts |= {"label_ids": inputs.copy(), "shift_labels": labels}
         else:

@@ -56,6 +56,8 @@ class Cut:
 
     def whole(self, tokens: np.ndarray, where: "Int64s | None") -> "tuple[np.ndarray | None, np.ndarray | None]":
         """The same of whole rows (b, S + 1)."""
+        if self.inputs and self.labels and self.topology.cp_size == 1:
+            return tokens[:, :-1], tokens[:, 1:]
         inputs = self.take(tokens[:, :-1], where) if self.inputs else None
         return inputs, self.take(tokens[:, 1:], where) if self.labels else None
 
