@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import traceback
 import weakref
 from collections import deque
@@ -63,6 +64,9 @@ class Processes:
 
     def __str__(self) -> str:
         return f"{self.count} processes"
+
+
+_STARTING = threading.Lock()
 
 
 class _Executor:
@@ -161,7 +165,12 @@ class PlacementWrapper(AheadWrapper):
     def _submit(self) -> "Callable[..., Callable[[], Any]]":
         executor = self._executor.value
         if executor is None:
-            executor = self._executor.value = _Executor(self.where, self.name)
+            with (
+                _STARTING
+            ):  # threads of a placement above begin at once: of two pools one would be dropped with its calls
+                executor = self._executor.value
+                if executor is None:
+                    executor = self._executor.value = _Executor(self.where, self.name)
         return executor.submit
 
     # Indexed: stretches of numbers ----------------------------------------------------------------------------

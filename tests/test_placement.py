@@ -22,6 +22,7 @@ from contract import all_same
 from faulty import MICRO, Custom, HoldsALock, KeywordOnly, Runs, tenfold
 from processes import PATIENCE, SOAK, alive, children, command, environment, gone, wait_for
 from tokenpipe.adapters import Placement, Prefetch, Processes, Retry, SkipErrors, Threads, Timeout
+from tokenpipe.adapters.placement import PlacementWrapper
 from tokenpipe.datapipes import StreamingDataPipe
 from tokenpipe.datapipes.errors import ArgumentTypeError, ConfigurationError, GraphError, NodeTimeoutError, WorkerError
 from tokenpipe.reading_services import DataLoader2, InProcessReadingService, MultiProcessingReadingService
@@ -244,6 +245,22 @@ def test_it_runs_where_it_was_placed(runs):
         assert len(placed) == number
         assert here[0] not in placed
         assert 1 <= len(set(placed)) <= 2
+
+
+def test_threads_that_begin_one_placed_node_at_once_share_its_pool():
+    for _ in range(20):
+        wrapper, together, found = PlacementWrapper(Threads(2), "map"), threading.Barrier(8), []
+
+        def begin(wrapper=wrapper, together=together, found=found):
+            together.wait()
+            found.append(wrapper._submit())
+
+        threads = [threading.Thread(target=begin) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({id(submit) for submit in found}) == 1  # of two the calls of one would never be answered
 
 
 def test_breaks_epochs_and_seeks_of_a_running_loader(runs):
