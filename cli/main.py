@@ -12,7 +12,9 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, str] = {
     "tokenize": "make a token file from text files and JSON lines",
+    "convert": "make a token file of one kind from token files of any",
     "inspect": "show what a token file holds",
+    "verify": "are token files what they say: sizes, hashes, document ends, every id",
     "plan": "what the next steps will take of each source, and what will go wrong",
     "contents": "what was in a step: each row's rank, source, epoch, document, file and place, and its text",
     "when": "in which steps a document or token was seen, or will be",

@@ -22,8 +22,9 @@ and around them: core.py (the contract of a node), gather.py (the one fetch), ro
 rows begin), kernels.py, filemap.py, pages.py (read-ahead, resident memory), fingerprint.py, tree.py and draw.py (a
 graph as text, as a picture), names.py (of nodes), linting/ (what is wrong with a graph), pickled.py (what of it cannot
 travel), wrapped.py (what is put around nodes), arguments.py (what a recipe writes down), atomic.py, cache.py (what is
-made once on a machine), document_ends.py, loss_masks.py, rank_zero.py, rank_group.py (what ranks ask each other;
-full_sync.py: streams end together), errors.py.
+made once on a machine), convert.py (files of one kind to another), verify.py (are they what they say),
+document_ends.py, loss_masks.py, rank_zero.py, rank_group.py (what ranks ask each other; full_sync.py: streams end
+together), errors.py.
 
     >>> import tempfile, numpy as np
     >>> path = tempfile.mkdtemp() + "/prose.npy"
@@ -45,6 +46,7 @@ from .blend import Blender
 from .bound import Limiter, Once, Skipper
 from .collate import CausalLMCollator
 from .combine import Concater, Mapper, Zipper
+from .convert import ConvertSummary, convert_token_files
 from .core import MAX_NUMBER, IndexedDataPipe
 from .documents import DocumentSelector
 from .draw import Drawing, draw
@@ -53,7 +55,7 @@ from .formats.datatrove import DatatroveWriter
 from .formats.ids import DocumentIds
 from .formats.llmc import LlmcWriter
 from .formats.megatron import MegatronWriter
-from .formats.own import TokenFileWriter, verify_token_file
+from .formats.own import TokenFileWriter
 from .full_sync import FullSync
 from .linting import Finding, lint
 from .pack import DocumentPacker
@@ -76,6 +78,7 @@ from .streaming import (
 from .tokenize import TokenizeSummary, load_tokenizer, tokenize_files
 from .topology import Topology
 from .tree import tree
+from .verify import VerifiedFile, verify_token_file
 from .weights import linear_ramp
 
 __all__ = [
@@ -85,6 +88,7 @@ __all__ = [
     "Certificate",
     "Concater",
     "ContentsRecord",
+    "ConvertSummary",
     "DatatroveWriter",
     "DocumentIds",
     "DocumentPacker",
@@ -122,10 +126,12 @@ __all__ = [
     "TokenReader",
     "TokenizeSummary",
     "Topology",
+    "VerifiedFile",
     "WhenRecord",
     "Zipper",
     "batch_certificate",
     "certify",
+    "convert_token_files",
     "draw",
     "linear_ramp",
     "lint",

@@ -112,7 +112,9 @@ def checked_ends(file: TokenLayout) -> "Iterator[tuple[int, Int64s]]":
     stored, last = file.document_ends(), 0
     for at in range(0, file.documents, CHUNK):
         ends = np.concatenate([np.array([last], np.int64), stored[at : at + CHUNK].astype(np.int64)])
-        if (np.diff(ends) < 0).any() or ends[-1] > file.tokens:
+        wrong = (np.diff(ends) < 0) | (ends[1:] > file.tokens)
+        if wrong.any():
+            at += int(np.flatnonzero(wrong)[0])
             raise TokenFileError(f"{file.path}: its document ends are damaged near document {at}: they must increase")
         last = int(ends[-1])
         yield at, ends

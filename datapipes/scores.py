@@ -4,6 +4,7 @@ A 1-D .npy array of integers or floats, never pickled, mapped and checked agains
 "length" needs no file: it is a document's number of tokens.
 """
 
+import glob
 import math
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from .errors import ConfigurationError, TokenFileError
 from .formats import TokenLayout
 
-__all__ = ["check_score", "is_number", "read_scores", "score_path", "within"]
+__all__ = ["check_score", "is_number", "list_scores", "read_scores", "score_path", "within"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -39,6 +40,13 @@ def check_score(score: Any, at_least: Any, below: Any) -> None:
 def score_path(file: TokenLayout, score: str) -> Path:
     """Where a token file's scores of this name are."""
     return Path(f"{file.local}.{score}.npy")
+
+
+def list_scores(file: TokenLayout) -> list[str]:
+    """The names of the scores beside a token file, sorted."""
+    beside = glob.glob(f"{glob.escape(str(file.local))}.*.npy")  # noqa: PTH207 - Path.glob takes no whole path
+    names = sorted(path.removeprefix(f"{file.local}.").removesuffix(".npy") for path in beside)
+    return [name for name in names if _NAME.fullmatch(name)]
 
 
 def read_scores(file: TokenLayout, score: str) -> np.ndarray:

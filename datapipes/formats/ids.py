@@ -139,7 +139,8 @@ class DocumentIds:
     def verify(self) -> None:
         """Reads the whole file and compares its hash. Raises TokenFileError."""
         with self._layout.local.open("rb") as file:
-            own.compare_hash(self.path, file.read(own.HEADER), file)
+            expected = own.parse_header(file.read(own.HEADER)).digest
+            own.compare_hash(self.path, expected, iter(lambda: file.read(1 << 20), b""))
 
     def _arrays(self) -> "tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64]]":
         """All ids' bytes (bytes,), and their cumulative ends (documents,)."""

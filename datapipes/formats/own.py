@@ -24,8 +24,9 @@ import hashlib
 import os
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError
 from .layout import DTYPES, TokenLayout, as_dtype, local_path
 from .writer import DocumentWriter, check_id_count
 
-__all__ = ["TokenFileHeader", "TokenFileWriter", "read_header", "token_dtype", "verify_token_file"]
+__all__ = ["TokenFileHeader", "TokenFileWriter", "read_header", "token_dtype"]
 
 MAGIC = b"TOKPIPE\0"
 HEADER = 256
@@ -176,23 +177,11 @@ class TokenFileWriter(DocumentWriter):
         self.put_header(head + zlib.crc32(head).to_bytes(4, "little"))
 
 
-def verify_token_file(path: "str | os.PathLike[str]") -> None:
-    """Reads a whole token file of ours and compares its hash. Raises TokenFileError."""
-    from . import read_layout
-
-    if read_header(path) is None:
-        raise TokenFileError(f"{os.fspath(path)}: not a tokenpipe token file, so it carries no hash")
-    found = read_layout(path)
-    with found.local.open("rb") as file:
-        compare_hash(os.fspath(path), file.read(HEADER), file)
-
-
-def compare_hash(path: str, head: bytes, file: "IO[bytes]") -> None:
-    """Reads what follows the header `head` to its end and compares the hash. Raises TokenFileError."""
+def compare_hash(path: str, expected: bytes, blocks: "Iterable[bytes]") -> None:
+    """Compares the hash in a header with that of what follows it, given in blocks. Raises TokenFileError."""
     digest: Any = hashlib.blake2b(digest_size=32)
-    while block := file.read(1 << 20):
+    for block in blocks:
         digest.update(block)
-    expected = _HEADER.unpack(head[:252])[8]
     if digest.digest() != expected:
         raise TokenFileError(
             f"{path}: its contents are damaged: BLAKE2b is {digest.hexdigest()}, the header says {expected.hex()}"

@@ -147,19 +147,23 @@ class DocumentWriter:
                 f"0 … {self._limit - 1} (dtype {self.dtype.name}, vocab_size {self.vocab_size})"
             )
         self.largest = max(self.largest, largest)
-        self.put(tokens.astype(self.dtype, copy=False).tobytes())
-        self._put_loss(tokens.size, loss)
+        for first in range(0, tokens.size, _BLOCK):  # a mapped document may be larger than memory
+            part = slice(first, min(first + _BLOCK, tokens.size))
+            self.put(tokens[part].astype(self.dtype, copy=False).tobytes())
+            self._put_loss(part.start, part.stop, loss)
         self._ends.write((ends + self.tokens).astype("<u8").tobytes())
         self.tokens += tokens.size
         self.documents += ends.size
 
-    def _put_loss(self, tokens: int, loss: "npt.NDArray[np.bool_] | None") -> None:
+    def _put_loss(self, start: int, stop: int, loss: "npt.NDArray[np.bool_] | None") -> None:
+        """The mask of the tokens [start, stop) of those that are written now."""
         if loss is not None and self._loss is None:
             self._loss = NewFile(loss_path(self.path))
             for first in range(0, self.tokens, _BLOCK):  # of the documents that had none so far
                 self._loss.file.write(b"\1" * min(_BLOCK, self.tokens - first))
         if self._loss is not None:
-            self._loss.file.write(b"\1" * tokens if loss is None else loss.astype(np.uint8).tobytes())
+            mask = b"\1" * (stop - start) if loss is None else loss[start:stop].astype(np.uint8).tobytes()
+            self._loss.file.write(mask)
 
     def ends(self) -> "Iterator[npt.NDArray[np.uint64]]":
         """The document ends written so far, (n,) at a time, in tokens."""
