@@ -194,6 +194,23 @@ def _pointer(typingctx, address):
     return types.voidptr(types.uintp), codegen
 
 
+@njit(inline="always")
+def _copy(target, address, skip, count, code):
+    """target[:] = count items of the code's dtype from item `skip` on."""
+    base = _pointer(address)
+    # slice first, then copy: 2.6 times as fast as indexing item by item
+    if code == 2:
+        target[:] = carray(base, skip + count, np.uint16)[skip:]
+    elif code == 4:
+        target[:] = carray(base, skip + count, np.uint32)[skip:]
+    elif code == -4:
+        target[:] = carray(base, skip + count, np.int32)[skip:]
+    elif code == 1:
+        target[:] = carray(base, skip + count, np.uint8)[skip:]
+    else:
+        target[:] = carray(base, skip + count, np.int64)[skip:]
+
+
 def gather(starts, counts, out, first, address, itemcode):
     """Copies the tokens [start, start + count) of each stretch to `out` (1-D), end to end; one count is that of all.
 
@@ -219,20 +236,73 @@ def gather(starts, counts, out, first, address, itemcode):
                     return f
                 skip = start + done - first[f]
                 count = min(width - done, stop - start - done)
-                target = out[at : at + count]
+                _copy(out[at : at + count], address[f], skip, count, itemcode[f])
+                done += count
+                at += count
+            f += 1
+    return np.int64(-1)
+
+
+_pread = types.ExternalFunction("pread", types.intp(types.int32, types.voidptr, types.uintp, types.int64))
+_SCRATCH = 65536  # bytes read at a time: they are widened while they are in the processor's cache
+
+
+@njit
+def _read(handle, scratch, place, code, target):
+    """target[:] = the items of an open file from byte `place` on; False where a read fails or comes short."""
+    size = abs(code)
+    done = 0
+    while done < target.size:
+        count = min(target.size - done, _SCRATCH // size)
+        got = 0
+        while got < count * size:
+            read = _pread(
+                np.int32(handle),
+                _pointer(np.uint64(scratch.ctypes.data) + np.uint64(got)),
+                np.uint64(count * size - got),
+                np.int64(place + done * size + got),
+            )
+            if read <= 0:
+                return False
+            got += read
+        _copy(target[done : done + count], np.uint64(scratch.ctypes.data), 0, count, code)
+        done += count
+    return True
+
+
+def gather_files(starts, counts, out, first, address, itemcode, place, file, handle, offset):
+    """`gather` where some files are read by descriptor: piece f, which begins at token place[f] of file[f], whose
+    tokens begin at byte offset[file[f]], through handle[file[f]]; −1 there: by address[f]; −2: not open yet.
+
+    Returns as `gather`, and −2 where a read failed or came short; which and why is not said.
+    """
+    scratch = np.empty(_SCRATCH, np.uint8)
+    at = 0
+    alike = counts.size == 1
+    for i in range(starts.size):
+        start = starts[i]
+        width = counts[0] if alike else counts[i]
+        done = 0
+        if start < 0:
+            out[at : at + width] = 0
+            at += width
+            continue
+        f = np.searchsorted(first, start, side="right") - 1
+        while done < width:
+            stop = first[f + 1]
+            if stop > start + done:
+                opened = handle[file[f]]
+                if opened < -1 or (opened == -1 and address[f] == 0):
+                    return f
+                skip = start + done - first[f]
+                count = min(width - done, stop - start - done)
                 code = itemcode[f]
-                base = _pointer(address[f])
-                # slice first, then copy: 2.6 times as fast as indexing item by item
-                if code == 2:
-                    target[:] = carray(base, skip + count, np.uint16)[skip:]
-                elif code == 4:
-                    target[:] = carray(base, skip + count, np.uint32)[skip:]
-                elif code == -4:
-                    target[:] = carray(base, skip + count, np.int32)[skip:]
-                elif code == 1:
-                    target[:] = carray(base, skip + count, np.uint8)[skip:]
+                if opened == -1:
+                    _copy(out[at : at + count], address[f], skip, count, code)
                 else:
-                    target[:] = carray(base, skip + count, np.int64)[skip:]
+                    begin = offset[file[f]] + (place[f] + skip) * abs(code)
+                    if not _read(opened, scratch, begin, code, out[at : at + count]):
+                        return np.int64(-2)
                 done += count
                 at += count
             f += 1
@@ -602,6 +672,7 @@ KERNELS = {
         cut_documents,
         deal_evenly,
         gather,
+        gather_files,
         mask_labels,
         nanoset_counts,
         pack_best_fit,
@@ -619,6 +690,7 @@ SIGNATURES: "dict[str, Any]" = {
     "blend_unroute": f"void(int64, {_I64}, {_I64}, {_I64}, int64[:, ::1], int64[:, ::1], "
     f"{_I64}, {_I64}, {_I64}, {_I64}, int64)",
     "gather": f"int64({_I64}, {_I64}, {_I64}, {_I64}, uint64[::1], {_I64})",
+    "gather_files": f"int64({', '.join([_I64] * 4)}, uint64[::1], {', '.join([_I64] * 3)}, int32[::1], {_I64})",
     "row_documents": f"UniTuple(int64, 2)({_I64}, {_I64}, int64, int64, {_I64}, "
     f"int64[:, ::1], int64[:, ::1], boolean[:, ::1], int32[::1], {_I64})",
     "cut_documents": f"int64(int32[::1], int64, int64, int64, {_I64}, {_I64}, {_I64})",

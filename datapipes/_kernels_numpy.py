@@ -1,8 +1,9 @@
 """The kernels of `_kernels_numba.py` in NumPy and plain Python: the same bits, more slowly.
 
-They are the oracle of the tests, and what runs where numba cannot compile. `gather` here takes files as
-arrays[e], of which the pieces [bounds[e], bounds[e + 1]) begin at item place[p], instead of the pieces' addresses, and
-`row_documents` its tables, and the document ends of the entries, as arrays.
+They are the oracle of the tests, and what runs where numba cannot compile. `gather` here takes files as arrays[e], of
+which the pieces [bounds[e], bounds[e + 1]) begin at item place[p], instead of the pieces' addresses (or what reads an
+open file when it is sliced, so that it is `gather_files` too), and `row_documents` its tables, and the document ends
+of the entries, as arrays.
 """
 
 import heapq
@@ -19,6 +20,7 @@ __all__ = [
     "cut_documents",
     "deal_evenly",
     "gather",
+    "gather_files",
     "mask_labels",
     "nanoset_counts",
     "pack_best_fit",
@@ -192,6 +194,9 @@ def gather(
             at += count
             p += 1
     return -1
+
+
+gather_files = gather
 
 
 def row_documents(

@@ -17,7 +17,7 @@ import numpy as np
 
 from .errors import TokenFileError
 
-__all__ = ["FileMap", "SharedMap", "advise"]
+__all__ = ["FileMap", "SharedMap", "advise", "open_checked"]
 
 
 @cache
@@ -44,6 +44,22 @@ def _mapped(handle: int, size: int, protection: int) -> int:
     return address
 
 
+def open_checked(path: Path, size: int, purpose: str = "opened") -> int:
+    """A descriptor of a file that has `size` bytes still; no program that is started inherits it.
+
+    Raises TokenFileError.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError as error:
+        raise TokenFileError(error.errno, f"cannot be {purpose}: {error.strerror}", str(path)) from error
+    found = os.fstat(handle).st_size
+    if found != size:
+        os.close(handle)
+        raise TokenFileError(f"{path}: {found} bytes now, {size} when the graph was built: it was cut or written to")
+    return handle
+
+
 class FileMap:
     """The whole of a file of `size` bytes, from `address` on, until close().
 
@@ -55,16 +71,8 @@ class FileMap:
 
     def __init__(self, path: Path, size: int) -> None:
         self.address, self.size = 0, size
+        handle = open_checked(path, size, "mapped")
         try:
-            handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise TokenFileError(error.errno, f"cannot be mapped: {error.strerror}", str(path)) from error
-        try:
-            found = os.fstat(handle).st_size
-            if found != size:
-                raise TokenFileError(
-                    f"{path}: {found} bytes now, {size} when the graph was built: it was cut or written to"
-                )
             try:
                 self.address = address = _mapped(handle, size, mmap.PROT_READ)
             except OSError as error:

@@ -8,6 +8,7 @@ each node makes its own items, and they are put back in order.
 import contextlib
 import functools
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import _kernels_numpy
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s
+from .descriptors import CLOSED, MAPPED, OpenFile, most_descriptors
 from .errors import ConfigurationError, TokenFileError, TokenIdError
 from .filemap import FileMap, advise
 from .formats import TokenLayout
@@ -48,16 +51,28 @@ def all_gathers() -> "list[TokenGather]":
         return list(_GATHERS)
 
 
+def _close_in_child() -> None:
+    """A fork's child has the descriptors of its parent's gathers, and gathers of its own."""
+    for gather in list(_GATHERS):  # there is no other thread here, nor who would let go of the lock
+        gather.close_files()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
 class TokenGather:
-    """The pieces of some token spaces as one table, their files mapped on demand, and the gather over it.
+    """The pieces of some token spaces as one table, their files opened on demand, and the gather over it.
 
     The table's entries are the spaces' files in order; an entry's pieces (of a whole reader, one) stand together. A
-    file that several spaces read is mapped once. Maps hold no file descriptors; beyond MOST_MAPS of all gathers they
-    are dropped again, oldest first. Behind the table come the places of spaces that lay out others anew
-    (`TokenSpace.table`): what stands there is looked up, window by window.
+    file that several spaces read is mapped once. Maps hold no file descriptors; beyond MOST_MAPS of all gathers
+    they are dropped again, oldest first. Files of readers with io="pread" are open instead (descriptors.py), no
+    more than `most_descriptors()` of all gathers, but for those that other threads are reading just now. Behind the
+    table come the places of spaces that lay out others anew (`TokenSpace.table`): what stands there is looked up,
+    window by window.
 
     Args:
-        files: reads another file in the place of each.
+        files: reads another file in the place of each; these are mapped.
     """
 
     def __init__(
@@ -97,10 +112,18 @@ class TokenGather:
         itemcode = np.array([file.itemcode for file in layouts], np.int64)
         self.itemcode: Int64s = np.repeat(itemcode, np.diff(self.bounds))  # (pieces,)
         self.address = np.zeros(pieces, np.uint64)  # 0: not mapped
-        self.arrays: list[np.ndarray | None] = [None] * len(layouts)
+        self.arrays: list[Any] = [None] * len(layouts)  # of each entry's file: tokens, or what gives them when sliced
+        self._reads = np.zeros(len(self.files), np.bool_)  # which files are read by descriptor
+        self._reads[self.file] = [files is None and space.origin.io == "pread" for space in unique for _ in space.files]
+        self.handle = np.where(self._reads, CLOSED, MAPPED).astype(np.int32)  # (files,)
+        self._reading: tuple[np.ndarray, ...] = ()  # what the kernel takes besides, where there are such files
+        if self._reads.any():
+            offsets = np.array([file.offset for file in self.files], np.int64)
+            self._reading = (self.place, np.repeat(self.file, np.diff(self.bounds)), self.handle, offsets)
         self._alike: dict[int, Int64s] = {}
         self._kept_ranges: tuple[Any, Int64s, Int64s] | None = None
         self._open: dict[int, FileMap] = {}
+        self._opened: dict[int, OpenFile] = {}
         self._turn = (0, 0)  # which map, and from which of its bytes on, is let go of next
         with _REGISTERING:
             _GATHERS.add(self)
@@ -133,7 +156,8 @@ class TokenGather:
         if columns is not None:
             shown = int(counts[0] * places.size if counts.size == 1 else counts.sum()) // max(1, starts.size)
         out = np.empty((starts.size, shown), np.int64)
-        self._fill(places, counts, out.reshape(-1))
+        with self._lock:
+            self._fill(places, counts, out.reshape(-1))
         WATCH.rows_left = left = WATCH.rows_left - starts.size
         if left < 0:
             WATCH.look(starts.size, let_go)
@@ -199,30 +223,53 @@ class TokenGather:
         return window[order], place[order], count[order]
 
     def _fill(self, places: Int64s, counts: Int64s, out: Int64s) -> None:
-        gather, compiled = kernel("gather")
-        with self._lock:
-            while True:
-                if compiled:
-                    missing = gather(places, counts, out, self.first, self.address, self.itemcode)
-                else:
-                    missing = gather(places, counts, out, self.first, self.bounds, self.place, self.arrays)
-                if missing < 0:
-                    return
-                self._map(places, counts)
+        """With the lock held."""
+        gather, compiled = kernel("gather_files" if self._reading else "gather")
+        missing = 0
+        while missing != -1:
+            if compiled:
+                missing = gather(places, counts, out, self.first, self.address, self.itemcode, *self._reading)
+            if not compiled or missing < -1:  # a read failed: here it is named, or goes on after all
+                missing = _kernels_numpy.gather(places, counts, out, self.first, self.bounds, self.place, self.arrays)
+            if missing >= 0 and not self._open_files(places, counts):
+                self._fill_halves(places, counts, out)
+                return
+
+    def _fill_halves(self, places: Int64s, counts: Int64s, out: Int64s) -> None:
+        """Stretches in more files than may be open at a time."""
+        counts = np.array(np.broadcast_to(counts, places.shape))
+        half = places.size // 2
+        if half:
+            halves = [(places[:half], counts[:half]), (places[half:], counts[half:])]
+        else:
+            begun = counts // 2
+            halves = [(places, begun), (places + begun, counts - begun)]
+        at = 0
+        for place, count in halves:
+            self._fill(place, count, out[at : (at := at + int(count.sum()))])
 
     def ask_for(self, places: Int64s, counts: Int64s) -> None:
         """Asks the kernel to read the pages of these stretches, without waiting for them."""
         with self._lock:
             which, piece = self._pieces(places, counts)
-            if not self.address[piece].all():
+            if not (ready := self._ready(piece)).all():
                 with contextlib.suppress(TokenFileError):  # it comes when the rows are read
-                    self._map(places, counts)
-                mapped = self.address[piece] > 0
-                which, piece = which[mapped], piece[mapped]
+                    self._open_files(places, counts)
+                ready = self._ready(piece)
+                which, piece = which[ready], piece[ready]
             stops = places + counts
             begin = np.maximum(self.first[piece], places[which])
             count = np.minimum(self.first[piece + 1], stops[which]) - begin
             size = np.abs(self.itemcode[piece])
+            if self._reading:
+                place, file, handle, offset = self._reading
+                at = file[piece]
+                low = offset[at] + (place[piece] + begin - self.first[piece]) * size
+                by_descriptor = handle[at] >= 0
+                for f, a, n in zip(*(v[by_descriptor].tolist() for v in (at, low, count * size)), strict=True):
+                    self._opened[f].ask_for(a, n)
+                mapped = ~by_descriptor
+                piece, begin, count, size = piece[mapped], begin[mapped], count[mapped], size[mapped]
             low = self.address[piece].astype(np.int64) + (begin - self.first[piece]) * size
             high = low + count * size
             low &= -mmap.PAGESIZE
@@ -261,11 +308,34 @@ class TokenGather:
         within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
         return np.repeat(which, count), np.repeat(low, count) + within
 
-    def _map(self, places: Int64s, counts: Int64s) -> None:
-        """Maps every file that these stretches touch."""
+    def _ready(self, pieces: Int64s) -> "np.ndarray":
+        """bool (n,): which of these pieces' files are mapped or open."""
+        ready = self.address[pieces] > 0
+        if self._reading:
+            ready |= self.handle[self._reading[1][pieces]] >= 0
+        return ready
+
+    def _open_files(self, places: Int64s, counts: Int64s) -> bool:
+        """Maps or opens every file that these stretches touch; False: they are more than may be open at a time."""
         _, piece = self._pieces(places, counts)
         needed = set(self.file[self._entries(piece)].tolist())
-        for f in sorted(needed - self._open.keys()):
+        read = {f for f in needed if self._reads[f]}
+        if len(read) > most_descriptors():
+            return False
+        if closed := sorted(read - self._opened.keys()):
+            self._make_room(lambda gather: gather._opened, most_descriptors() - len(closed), read)
+        for f in closed:
+            self._opened[f] = opened = OpenFile(self.files[f])
+            self.handle[f] = opened.handle
+            for entry in self._by_file[self._cuts[f] : self._cuts[f + 1]].tolist():
+                self.arrays[entry] = opened
+        if unmapped := sorted(needed - read - self._open.keys()):
+            self._map(unmapped)
+            self._make_room(lambda gather: gather._open, MOST_MAPS, needed)
+        return True
+
+    def _map(self, files: "list[int]") -> None:
+        for f in files:
             file = self.files[f]
             view = FileMap(file.local, file.size)
             self._open[f] = view
@@ -275,24 +345,32 @@ class TokenGather:
                 bytes_before = self.place[pieces] * file.dtype.itemsize + (view.address + file.offset)
                 self.address[pieces] = bytes_before.astype(np.uint64)
                 self.arrays[entry] = array
-        over = sum(len(gather._open) for gather in all_gathers()) - MOST_MAPS
-        over -= self._drop(over, needed)
+
+    def _make_room(self, of: "Callable[[TokenGather], dict[int, Any]]", most: int, needed: "set[int]") -> None:
+        """Leaves at most so many maps, or open files, of all gathers: the rest is dropped, this one's first."""
+        over = sum(len(of(gather)) for gather in all_gathers()) - most
+        over -= self._drop(of(self), over, needed)
         for other in [gather for gather in all_gathers() if gather is not self]:
-            if over > 0 and other._lock.acquire(blocking=False):  # one that copies just now keeps its maps
+            if over > 0 and other._lock.acquire(blocking=False):  # one that copies just now keeps its own
                 try:
-                    over -= other._drop(over, set())
+                    over -= other._drop(of(other), over, set())
                 finally:
                     other._lock.release()
 
-    def _drop(self, most: int, needed: "set[int]") -> int:
-        """Unmaps up to so many files that are not needed, oldest first; gives how many."""
-        dropped = [f for f in self._open if f not in needed][: max(0, most)]
+    def _drop(self, held: "dict[int, Any]", most: int, needed: "set[int]") -> int:
+        """Unmaps or closes up to so many files that are not needed, oldest first; gives how many."""
+        dropped = [f for f in held if f not in needed][: max(0, most)]
         for f in dropped:
             for entry in self._by_file[self._cuts[f] : self._cuts[f + 1]].tolist():
                 self.address[self.bounds[entry] : self.bounds[entry + 1]] = 0
                 self.arrays[entry] = None
-            self._open.pop(f).close()
+            self.handle[f] = CLOSED if self._reads[f] else MAPPED
+            held.pop(f).close()
         return len(dropped)
+
+    def close_files(self) -> None:
+        """Closes what is read by descriptor; it is opened again when it is needed."""
+        self._drop(self._opened, len(self._opened), set())
 
     def _entries(self, pieces: Int64s) -> Int64s:
         """(n,) pieces → (n,) the entries that they belong to."""

@@ -173,7 +173,7 @@ class TokenSpace(IndexedDataPipe):
 class TokenReader(TokenSpace):
     """One source's token files, end to end: item k is token k (int64).
 
-    Files are looked at here (first bytes and size) and mapped when a batch first needs them.
+    Files are looked at here (first bytes and size) and mapped, or opened, when a batch first needs them.
 
     Args:
         paths: one path or several, in order: files, folders (all token files in one, by name) and patterns
@@ -184,9 +184,12 @@ class TokenReader(TokenSpace):
         vocab_size: ids at or above it raise TokenIdError, in the header or in the batch that reads them.
         end_of_text: the id that closes documents. Files that store no document ends are scanned for it once, when their
             documents are first asked for; what was found is kept (see cache.py).
+        io: how tokens are read, which changes no batch: "mmap", or "pread" for file systems with a quota of maps and
+            for files that may be cut while they are open, which then is a TokenFileError and does not end the process.
+            Loss masks, and document ends where they are stored, are mapped all the same.
 
     Raises TokenFileError for a missing, empty, cut or damaged file; ConfigurationError for a dtype that
-    is missing or wrong, or an end_of_text that cannot be, or is not what a header says.
+    is missing or wrong, an end_of_text that cannot be, or is not what a header says, or an io that there is not.
     """
 
     functional_name = "TokenReader"
@@ -194,6 +197,7 @@ class TokenReader(TokenSpace):
     vocab_size: "int | None" = None
     files: "tuple[TokenLayout, ...]" = ()
     given_end_of_text: "int | None" = None
+    io = "mmap"
     first_token = 0
     """The source number of this reader's first token: not 0 where it is a `part` of the source."""
     first_document = 0
@@ -206,6 +210,7 @@ class TokenReader(TokenSpace):
         name: "str | None" = None,
         vocab_size: "int | None" = None,
         end_of_text: "int | None" = None,
+        io: str = "mmap",
     ) -> None:
         super().__init__()
         several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
@@ -215,6 +220,11 @@ class TokenReader(TokenSpace):
             raise ConfigurationError("TokenReader needs at least one path")
         self._name = as_name(name) if name is not None else PurePath(os.fspath(several[0])).stem
         self.vocab_size = None if vocab_size is None else as_count("vocab_size", vocab_size)
+        if io not in ("mmap", "pread"):
+            raise ConfigurationError(f"io is {io!r}; 'mmap' or 'pread' would do")
+        if io == "pread" and not hasattr(os, "preadv"):
+            raise ConfigurationError("io='pread': this system has no preadv(2); io='mmap' would do")
+        self.io = io
         self.files = tuple(read_layout(file, dtype) for path in several for file in list_token_files(path))
         for file in self.files:
             if self.vocab_size is not None and (file.max_token_id or 0) >= self.vocab_size:

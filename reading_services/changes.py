@@ -132,7 +132,7 @@ class Moment:
                     f"{type(node).__name__} stands above source {source!r}, and a longer source would change its order"
                 )
         old, source = reader_of(path[-1][0]), path[-1][0].name
-        more = TokenReader(paths, dtype, old.name, old.vocab_size, old.given_end_of_text)
+        more = TokenReader(paths, dtype, old.name, old.vocab_size, old.given_end_of_text, old.io)
         for file in more.files:
             alike = [known for known in old.files if known.tokens == file.tokens]
             if file_digest(file) in map(file_digest, alike):
