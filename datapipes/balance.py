@@ -30,9 +30,9 @@ from .core import MAX_NUMBER, IndexedDataPipe, Int64s, Unpickled, as_count, node
 from .document_ends import find_ends
 from .errors import BatchSizeError, ConfigurationError
 from .fingerprint import order_of
-from .gather import Routes, makes_items, plan_of
 from .kernels import kernel
 from .read import TokenSpace
+from .routes import Routes, makes_items, plan_of
 from .shard import RankSharder
 from .slice import TokenWindows
 from .steps import nearest_multiples

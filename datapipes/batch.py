@@ -9,8 +9,9 @@ import numpy as np
 from ._torch import functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count, in_blocks, sample_node
 from .errors import BatchSizeError, ConfigurationError
-from .gather import Columns, TokenGather, plan_of, stacked
+from .gather import Columns, TokenGather
 from .pages import READ_AHEAD_BATCHES, WATCH, ReadAhead
+from .routes import plan_of, stacked
 from .salvage import RowSkipper, SkipLedger
 from .shard import sharder_of
 from .steps import StepTable, as_schedule

@@ -18,7 +18,8 @@ from contract import all_same
 from tokenpipe.adapters import SkipErrors
 from tokenpipe.datapipes import TokenFileWriter, TokenReader, Topology, descriptors, gather, kernels, load_recipe
 from tokenpipe.datapipes.errors import ConfigurationError, TokenFileError
-from tokenpipe.datapipes.gather import TokenGather, all_gathers, plan_of
+from tokenpipe.datapipes.gather import TokenGather, all_gathers
+from tokenpipe.datapipes.routes import plan_of
 from tokenpipe.reading_services import DataLoader2, MultiProcessingReadingService
 
 pytestmark = pytest.mark.filterwarnings("ignore::tokenpipe.datapipes.errors.TokenFileWarning")

@@ -14,7 +14,8 @@ from ..batch import Rows, SampleBatcher, batcher_of
 from ..combine import Mapper
 from ..core import IndexedDataPipe, Int64s, Unpickled, as_count, sample_node
 from ..errors import ArgumentTypeError, ConfigurationError, TokenIdError, TopologyError
-from ..gather import Columns, Routes, TokenGather, plan_of
+from ..gather import Columns, TokenGather
+from ..routes import Routes, plan_of
 from ..topology import Topology
 from .cut import cut_for
 from .labels import LabelRules, as_rules, hidden_rows, labels_with
