@@ -13,7 +13,11 @@ from hypothesis import HealthCheck, settings
 from tokenpipe.datapipes import pages
 
 settings.register_profile(
-    "default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    "default",
+    max_examples=50,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 settings.register_profile("soak", settings.get_profile("default"), max_examples=2000)
 settings.load_profile("soak" if os.environ.get("TOKENPIPE_SOAK") else "default")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.alone
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 ROWS = {
