@@ -462,4 +462,6 @@ def first_to_be_read(folder: str, method: str) -> None:
 
 
 if __name__ == "__main__":
+    # a shell that began the tests in the background has interrupts ignored, and processes inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     globals()[sys.argv[1]](*sys.argv[2:])
