@@ -12,10 +12,11 @@ import torch
 from .._torch import functional_datapipe
 from ..batch import Rows, SampleBatcher, batcher_of
 from ..combine import Mapper
-from ..core import IndexedDataPipe, Int64s, Unpickled, as_count, sample_node
+from ..core import IndexedDataPipe, Int64s, Unpickled, as_count, nodes_of, sample_node
 from ..errors import ArgumentTypeError, ConfigurationError, TokenIdError, TopologyError
 from ..gather import Columns, TokenGather
 from ..routes import Routes, plan_of
+from ..slice import TokenWindows
 from ..topology import Topology
 from .cut import cut_for
 from .labels import LabelRules, as_rules, hidden_rows, labels_with
@@ -175,9 +176,8 @@ class CausalLMCollator(IndexedDataPipe):
         return found
 
     def _check_documents(self) -> None:
-        gather, roles, cut = self._routes.gather, self._roles, self._cut
+        roles, cut = self._roles, self._cut
         self._found = Unpickled()
-        self._ruled = roles.labels and bool(self._uncounted or (gather is not None and gather.lays_out))
         self._asked = (
             self.position_ids and (roles.inputs or not self._layout.positions_first),
             self.document_ids,
@@ -185,6 +185,11 @@ class CausalLMCollator(IndexedDataPipe):
             self.cu_seqlens,
         )
         self._asks = any(self._asked) or (cut.by_document and (cut.inputs or cut.labels))
+        # routes are worked out with the first batch, but where this is asked already now
+        windows = (node for node in nodes_of(self) if isinstance(node, TokenWindows) and node.children)
+        packed = any(node.reader.table is not None for node in windows)
+        gather = self._routes.gather if self._asks or self._uncounted or packed else None
+        self._ruled = roles.labels and bool(self._uncounted or (gather is not None and gather.lays_out))
         self._plain = not (self._asks or self._ruled or self.settings.keys() - {"cp"})
         self._length = self.sequence_length if self._asks or self._layout.positions else 0
         if not (self._asks or self._ruled):
