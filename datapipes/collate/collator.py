@@ -185,6 +185,7 @@ class CausalLMCollator(IndexedDataPipe):
             self.cu_seqlens,
         )
         self._asks = any(self._asked) or (cut.by_document and (cut.inputs or cut.labels))
+        self._asked = (*self._asked[:3], self.cu_seqlens or cut.by_document)  # a cut by document needs them too
         # routes are worked out with the first batch, but where this is asked already now
         windows = (node for node in nodes_of(self) if isinstance(node, TokenWindows) and node.children)
         packed = any(node.reader.table is not None for node in windows)
@@ -281,7 +282,7 @@ class CausalLMCollator(IndexedDataPipe):
             assert rows.places is not None  # they are windows
             if self._asks:
                 documents = gather.documents.fill(rows.places, self._length + 1, *self._asked)
-                where = cut.where(gather, rows.places, self._length + 1)
+                where = cut.where(documents, self._length)
         inputs, labels = self._held(rows, where)
         if roles.inputs:
             parts["input_ids"] = inputs
@@ -293,7 +294,7 @@ class CausalLMCollator(IndexedDataPipe):
                 parts["position_ids"] = cut.take(documents.position_ids, where).astype(self._dtype, copy=False)
             if documents.document_ids is not None:
                 parts["document_ids"] = cut.take(documents.document_ids, where).astype(self._dtype, copy=False)
-            if documents.cu_seqlens is not None:
+            if documents.cu_seqlens is not None and self.cu_seqlens:
                 parts["cu_seqlens"], parts["max_seqlen"] = documents.cu_seqlens, documents.max_seqlen
         if self._layout.positions and roles.inputs and "position_ids" not in parts:
             line = cut.take(np.arange(self._length, dtype=self._dtype)[None], where)

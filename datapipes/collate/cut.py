@@ -12,7 +12,7 @@ import numpy as np
 from ..core import Int64s
 from ..errors import ConfigurationError
 from ..gather import Columns, TokenGather
-from ..row_documents import RowDocuments
+from ..row_documents import DocumentFill
 from ..topology import CUTS, Topology
 
 __all__ = ["Cut", "cut_for"]
@@ -61,7 +61,7 @@ class Cut:
         inputs = self.take(tokens[:, :-1], where) if self.inputs else None
         return inputs, self.take(tokens[:, 1:], where) if self.labels else None
 
-    def where(self, gather: TokenGather, places: Int64s, width: int) -> "Int64s | None":
+    def where(self, documents: DocumentFill, length: int) -> "Int64s | None":
         """int64 (b, tokens held): which of its row's tokens each is; None where `take` knows."""
         return None
 
@@ -90,7 +90,7 @@ class DocumentCut(Cut):
         return lambda _, places, width: labels(gather, places, width)
 
     def __call__(self, gather: TokenGather, places: Int64s, width: int) -> "tuple[Int64s, Int64s]":
-        row, begin, count = self._stretches(gather.documents, places, width)
+        row, begin, count = self._stretches(gather.documents.fill(places, width, cu_seqlens=True), width - 1)
         starts = np.where(places[row] < 0, -1, places[row] + begin)
         shown = [starts] if self.inputs else []
         if self.labels:
@@ -100,15 +100,14 @@ class DocumentCut(Cut):
         order = np.argsort(np.concatenate([row, row]), kind="stable")  # of each row the inputs, then the labels
         return np.concatenate(shown)[order], np.concatenate([count, count])[order]
 
-    def _stretches(self, documents: RowDocuments, places: Int64s, width: int) -> "tuple[Int64s, Int64s, Int64s]":
-        sequences = documents.fill(places, width, cu_seqlens=True).cu_seqlens
-        assert sequences is not None  # it was asked for
-        return self.topology.cp_stretches(sequences, width - 1)
+    def _stretches(self, documents: DocumentFill, length: int) -> "tuple[Int64s, Int64s, Int64s]":
+        assert documents.cu_seqlens is not None  # it was asked for
+        return self.topology.cp_stretches(documents.cu_seqlens, length)
 
-    def where(self, gather: TokenGather, places: Int64s, width: int) -> "Int64s | None":
-        _, begin, count = self._stretches(gather.documents, places, width)
+    def where(self, documents: DocumentFill, length: int) -> "Int64s | None":
+        _, begin, count = self._stretches(documents, length)
         within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-        return (np.repeat(begin, count) + within).reshape(places.size, -1)
+        return (np.repeat(begin, count) + within).reshape(-1, length // self.topology.cp_size)
 
     def take(self, array: np.ndarray, where: "Int64s | None") -> np.ndarray:
         assert where is not None  # documents are known: check() saw it
