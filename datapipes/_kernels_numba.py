@@ -211,38 +211,6 @@ def _copy(target, address, skip, count, code):
         target[:] = carray(base, skip + count, np.int64)[skip:]
 
 
-def gather(starts, counts, out, first, address, itemcode):
-    """Copies the tokens [start, start + count) of each stretch to `out` (1-D), end to end; one count is that of all.
-
-    Places count over all pieces end to end: piece f holds [first[f], first[f + 1]) at address[f], as
-    items of itemcode[f] (see formats). Returns -1, or the index of a piece that is not mapped yet. A
-    negative start leaves zeros: padding.
-    """
-    at = 0
-    alike = counts.size == 1
-    for i in range(starts.size):
-        start = starts[i]
-        width = counts[0] if alike else counts[i]
-        done = 0
-        if start < 0:
-            out[at : at + width] = 0
-            at += width
-            continue
-        f = np.searchsorted(first, start, side="right") - 1
-        while done < width:
-            stop = first[f + 1]
-            if stop > start + done:
-                if address[f] == 0:
-                    return f
-                skip = start + done - first[f]
-                count = min(width - done, stop - start - done)
-                _copy(out[at : at + count], address[f], skip, count, itemcode[f])
-                done += count
-                at += count
-            f += 1
-    return np.int64(-1)
-
-
 _pread = types.ExternalFunction("pread", types.intp(types.int32, types.voidptr, types.uintp, types.int64))
 _SCRATCH = 65536  # bytes read at a time: they are widened while they are in the processor's cache
 
@@ -270,13 +238,10 @@ def _read(handle, scratch, place, code, target):
     return True
 
 
-def gather_files(starts, counts, out, first, address, itemcode, place, file, handle, offset):
-    """`gather` where some files are read by descriptor: piece f, which begins at token place[f] of file[f], whose
-    tokens begin at byte offset[file[f]], through handle[file[f]]; −1 there: by address[f]; −2: not open yet.
-
-    Returns as `gather`, and −2 where a read failed or came short; which and why is not said.
-    """
-    scratch = np.empty(_SCRATCH, np.uint8)
+@njit
+def _walk(starts, counts, out, first, address, itemcode, place, file, handle, offset):
+    """Both gathers: without files that are read, `handle` is None, and what is only theirs is not compiled."""
+    scratch = np.empty(0 if handle is None else _SCRATCH, np.uint8)
     at = 0
     alike = counts.size == 1
     for i in range(starts.size):
@@ -291,22 +256,40 @@ def gather_files(starts, counts, out, first, address, itemcode, place, file, han
         while done < width:
             stop = first[f + 1]
             if stop > start + done:
-                opened = handle[file[f]]
+                opened = np.int32(-1) if handle is None else handle[file[f]]
                 if opened < -1 or (opened == -1 and address[f] == 0):
                     return f
                 skip = start + done - first[f]
                 count = min(width - done, stop - start - done)
-                code = itemcode[f]
                 if opened == -1:
-                    _copy(out[at : at + count], address[f], skip, count, code)
-                else:
-                    begin = offset[file[f]] + (place[f] + skip) * abs(code)
-                    if not _read(opened, scratch, begin, code, out[at : at + count]):
+                    _copy(out[at : at + count], address[f], skip, count, itemcode[f])
+                elif handle is not None:
+                    begin = offset[file[f]] + (place[f] + skip) * abs(itemcode[f])
+                    if not _read(opened, scratch, begin, itemcode[f], out[at : at + count]):
                         return np.int64(-2)
                 done += count
                 at += count
             f += 1
     return np.int64(-1)
+
+
+def gather(starts, counts, out, first, address, itemcode):
+    """Copies the tokens [start, start + count) of each stretch to `out` (1-D), end to end; one count is that of all.
+
+    Places count over all pieces end to end: piece f holds [first[f], first[f + 1]) at address[f], as
+    items of itemcode[f] (see formats). Returns -1, or the index of a piece that is not mapped yet. A
+    negative start leaves zeros: padding.
+    """
+    return _walk(starts, counts, out, first, address, itemcode, None, None, None, None)
+
+
+def gather_files(starts, counts, out, first, address, itemcode, place, file, handle, offset):
+    """`gather` where some files are read by descriptor: piece f, which begins at token place[f] of file[f], whose
+    tokens begin at byte offset[file[f]], through handle[file[f]]; −1 there: by address[f]; −2: not open yet.
+
+    Returns as `gather`, and −2 where a read failed or came short; which and why is not said.
+    """
+    return _walk(starts, counts, out, first, address, itemcode, place, file, handle, offset)
 
 
 def row_documents(place, count, width, inputs, tables, positions, numbers, joins, sequences, costs):
