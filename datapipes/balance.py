@@ -27,7 +27,7 @@ import numpy as np
 from ._torch import functional_datapipe
 from .combine import Mapper
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s, Unpickled, as_count, nodes_of
-from .document_ends import find_ends
+from .document_ends import find_ends, no_document_ends
 from .errors import BatchSizeError, ConfigurationError
 from .fingerprint import order_of
 from .kernels import kernel
@@ -101,11 +101,7 @@ class RankBalancer(RankSharder):
                 find_ends(node.files)
                 for file in node.files:
                     if not file.documents:
-                        raise ConfigurationError(
-                            f"{file.path}: stores no document ends, so what its rows cost is not known; a file from "
-                            "TokenFileWriter or `tokenpipe tokenize` has them, TokenReader(..., end_of_text=ID) finds "
-                            "them by the id that closes documents; shard_ranks needs none"
-                        )
+                        raise no_document_ends(file.path, "they say what its rows cost (shard_ranks needs none)")
 
     def check_batches(self, micro_batch_size: int) -> None:
         if micro_batch_size % self.micro_batch_size:

@@ -28,7 +28,15 @@ from .formats.own import read_header
 if TYPE_CHECKING:
     from .read import TokenSpace
 
-__all__ = ["checked_ends", "document_places", "ends_identity", "find_ends", "scanned", "space_identity"]
+__all__ = [
+    "checked_ends",
+    "document_places",
+    "ends_identity",
+    "find_ends",
+    "no_document_ends",
+    "scanned",
+    "space_identity",
+]
 
 CHUNK = 1 << 17  # documents looked at in one go
 SCANNED = 1 << 20  # tokens compared in one go
@@ -122,6 +130,14 @@ def checked_ends(file: TokenLayout) -> "Iterator[tuple[int, Int64s]]":
         raise TokenFileError(f"{file.path}: its document ends stop at token {last} of {file.tokens}")
 
 
+def no_document_ends(path: str, why: str) -> ConfigurationError:
+    """What is raised for a file that does not say where its documents end, and why that matters."""
+    return ConfigurationError(
+        f"{path}: stores no document ends, and {why}; a file from TokenFileWriter or `tokenpipe tokenize` has them, "
+        "TokenReader(..., end_of_text=ID) finds them by the id that closes documents"
+    )
+
+
 def document_places(space: "TokenSpace", what: str) -> Iterator[Int64s]:
     """The ends of a space's documents as its places, in blocks of int64 (n,), rising: those that are empty, or not
     chosen, are left out; the last of all is the number of its tokens.
@@ -132,10 +148,7 @@ def document_places(space: "TokenSpace", what: str) -> Iterator[Int64s]:
     last = 0
     for file, first in zip(space.files, space.first_tokens.tolist(), strict=False):
         if not file.documents:
-            raise ConfigurationError(
-                f"{file.path}: stores no document ends, which {what} needs; a file from TokenFileWriter or `tokenpipe "
-                "tokenize` has them, TokenReader(..., end_of_text=ID) finds them by the id that closes documents"
-            )
+            raise no_document_ends(file.path, f"{what} needs them")
         for _, ends in checked_ends(file):
             places = space.places_below(first + ends[1:])
             places = places[np.diff(places, prepend=last) > 0]

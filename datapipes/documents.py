@@ -21,7 +21,7 @@ import numpy as np
 
 from ._torch import functional_datapipe
 from .core import IndexedDataPipe, Int64s, Unpickled, as_count, as_numbers
-from .document_ends import checked_ends, find_ends
+from .document_ends import checked_ends, find_ends, no_document_ends
 from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError, TokenFileError
 from .formats import DocumentIds, TokenLayout
 from .formats.ids import open_document_ids
@@ -197,11 +197,7 @@ class DocumentSelector(TokenSpace):
         find_ends(reader.files)
         for file, first in zip(reader.files, reader.first_tokens.tolist(), strict=False):
             if not file.documents:
-                raise ConfigurationError(
-                    f"{file.path}: stores no document ends, so documents of source {reader.name!r} cannot be chosen; "
-                    "a file from TokenFileWriter or `tokenpipe tokenize` has them, TokenReader(..., end_of_text=ID) "
-                    "finds them"
-                )
+                raise no_document_ends(file.path, f"documents of source {reader.name!r} are to be chosen")
             sidecars = [rule._sidecar(file) for rule in rules]
             for at, ends in checked_ends(file):
                 asked = _Asked(file, at, number + np.arange(at, at + ends.size - 1), np.diff(ends))

@@ -8,8 +8,8 @@ import itertools
 import os
 import pickle
 import resource
-import time
 import threading
+import time
 from pathlib import Path
 
 import numpy as np

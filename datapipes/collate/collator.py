@@ -13,6 +13,7 @@ from .._torch import functional_datapipe
 from ..batch import Rows, SampleBatcher, batcher_of
 from ..combine import Mapper
 from ..core import IndexedDataPipe, Int64s, Unpickled, as_count, nodes_of, sample_node
+from ..document_ends import no_document_ends
 from ..errors import ArgumentTypeError, ConfigurationError, TokenIdError, TopologyError
 from ..gather import Columns, TokenGather
 from ..routes import Routes, plan_of
@@ -201,10 +202,7 @@ class CausalLMCollator(IndexedDataPipe):
                 "without position_ids, document_ids, cu_seqlens, no_loss_on and cp='document' it would do"
             )
         if self._asks and (missing := gather.documents.missing):
-            raise ConfigurationError(
-                f"{missing[0]}: stores no document ends, so where documents begin in a row is not known; "
-                "TokenReader(…, end_of_text=ID) finds them, a file of `tokenpipe tokenize` has them"
-            )
+            raise no_document_ends(missing[0], "where documents begin in a row is asked for")
         _ = self._windows  # or it says now what is missing
 
     def _check_microbatches(self, count: int) -> None:
