@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import threading
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from ..datapipes.errors import ArgumentTypeError, GraphError, WorkerError
 from ..datapipes.lifeline import PassedDescriptor, end_with
 from ..datapipes.names import named_nodes, node_names
 from ..datapipes.notes import become_worker, deliver_notes, take_item_notes, take_notes
+from ..datapipes.raised import RaisedError
 from ..datapipes.routes import stacked
 from ..datapipes.wrapped import AheadWrapper, as_kind, kind_of, wrappers_of
 from .around import chosen_nodes, gives_items, is_function, nodes_with_items, put_around
@@ -106,7 +106,7 @@ class _Executor:
                     value, error, notes = future.result()
                 deliver_notes(notes)
                 if error is not None:
-                    raise error
+                    raise error.error()
                 return value
 
             return result
@@ -193,7 +193,7 @@ class PlacementWrapper(AheadWrapper):
             together = max(1, min(MOST_TOGETHER, int(TOGETHER * count / max(seconds, 1e-9))))
             yield from items
             if error is not None:
-                raise error
+                raise error.error() if isinstance(error, RaisedError) else error
 
     def fetch(self, node: IndexedDataPipe, fetch: "Callable[[Any], Any]", numbers: Any) -> Any:
         numbers = np.asarray(numbers)
@@ -243,7 +243,7 @@ class PlacementWrapper(AheadWrapper):
             raise broken
 
 
-Made = tuple[float, list[Any], "Exception | None"]
+Made = tuple[float, list[Any], "Exception | RaisedError | None"]
 """(seconds, items, what was raised instead of the next one)."""
 
 
@@ -258,6 +258,8 @@ def _made_here(begin: "Callable[[int], Iterator[Any]]", start: int, stop: int) -
 
 
 # In a process of its own ------------------------------------------------------------------------------------
+
+THERE = "in a process of Placement's"
 
 
 def _bytes_of(node: Any) -> bytes:
@@ -295,48 +297,19 @@ def _there(data: bytes) -> Any:
     return _node[1]
 
 
-def _called(function: "Callable[..., Any]", *arguments: Any) -> "tuple[Any, Exception | None, list[Any]]":
+def _called(function: "Callable[..., Any]", *arguments: Any) -> "tuple[Any, RaisedError | None, list[Any]]":
     """(what the function gives, or what it raises, what was noted meanwhile)."""
     value, raised = None, None
     try:
         value = function(*arguments)
     except Exception as error:
-        raised = _portable(error)
+        raised = RaisedError.of(error, THERE)
     return value, raised, [*take_notes(last=True), *take_item_notes()]
-
-
-class _AsItIs:
-    """Pickled, it becomes the exception, of which no __init__ is called."""
-
-    def __init__(self, error: Exception) -> None:
-        self._parts = type(error), error.args, vars(error)
-
-    def __reduce__(self) -> Any:
-        return _with_attributes, self._parts
-
-
-def _with_attributes(kind: "type[Exception]", arguments: Any, attributes: "dict[str, Any]") -> Exception:
-    error = kind.__new__(kind, *arguments)
-    vars(error).update(attributes)
-    return error
-
-
-def _portable(error: Exception) -> Any:
-    """What arrives as the exception, or, where it cannot be built again there, as one that says what it was."""
-    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(f"in a process of Placement's:\n{lines}")
-    for sent in (error, _AsItIs(error)):
-        with contextlib.suppress(Exception):  # of whatever kind
-            found = pickle.loads(pickle.dumps(sent))
-            if type(found) is type(error) and str(found) == str(error):
-                return sent
-    return WorkerError(f"{type(error).__name__}, which cannot be built again in this process: {error}\n{lines}")
 
 
 def _made_there(data: bytes, start: int, stop: int) -> Made:
     seconds, items, error = _made_here(lambda at: _there(data).iterate(at, stop), start, stop)
-    return seconds, items, error and _portable(error)
+    return seconds, items, RaisedError.of(error, THERE) if isinstance(error, Exception) else None
 
 
 def _fetched_there(data: bytes, numbers: Any) -> "list[Any]":

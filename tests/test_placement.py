@@ -328,8 +328,6 @@ def test_a_prefetching_service_and_other_adapters_around_give_the_same(runs, tmp
 def test_an_exception_comes_at_its_own_item_with_its_type(runs, where, what):
     kind = type(ERRORS[what](1))
     kinds: Any = (kind, RuntimeError) if kind is StopIteration else kind
-    if isinstance(where, Processes) and what == "HoldsALock":
-        kinds = WorkerError  # one that cannot travel is told of
     cases = [(indexed(runs, above=Raises(28, what)), 7, 28), (Count(60).map(Raises(37, what)), 37, 37)]
     if isinstance(where, Processes):  # which take long to start
         cases = cases[what == "Custom" :][:1]

@@ -20,7 +20,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from nodes import Numbers
 from tokenpipe.datapipes.errors import TokenFileError, WorkerError
 from tokenpipe.datapipes.names import node_names, where_in_frames, where_of
-from tokenpipe.reading_services.workers.raised import RaisedError
+from tokenpipe.datapipes.raised import RaisedError
 
 WHERE = "in worker process 0 (node blend.0.map, sample 17)"
 groups = pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")

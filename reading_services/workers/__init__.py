@@ -7,7 +7,7 @@
     process.py                 one process: start, life line, where it is, how it ended
     channel.py                 messages, and slots of shared memory
     packing.py                 an item, taken apart and put together
-    pickled.py                 the graph, on its way there; raised.py: an exception, on its way back
+    pickled.py                 the graph, on its way there; datapipes/raised.py: an exception, on its way back
 
 dispatch.py is the process that runs part of a stream for all workers, preload.py what a fork server imports.
 """

@@ -26,13 +26,13 @@ from ...datapipes._torch import DataPipe, IterDataPipe, apply_sharding
 from ...datapipes.items import items_of
 from ...datapipes.names import inputs_of, named_nodes, node_names, where_of
 from ...datapipes.notes import forward_notes, take_item_notes, take_notes
+from ...datapipes.raised import RaisedError
 from ...datapipes.streaming import ShardingRoundRobinDispatcher
 from ..seeds import SeedGenerator, set_process_random_seed
 from .channel import Channel, ChannelClosed
 from .packing import packed, unpacked
 from .pickled import from_bytes, to_bytes
 from .process import Lines
-from .raised import RaisedError
 
 __all__ = ["DispatchWork", "Dispatched", "attach", "run_dispatcher", "split", "split_bytes"]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ...datapipes.notes import deliver_notes
+from ...datapipes.raised import RaisedError
 from .channel import Channel, Item
 from .packing import unpacked
 from .process import Process
-from .raised import RaisedError
 
 __all__ = ["Arrived", "Seat", "Turn", "given_up", "opened", "paced", "task_size", "tasks_for"]
 

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 
 from ...datapipes.names import node_names, where_of
 from ...datapipes.notes import take_item_notes, take_notes
+from ...datapipes.raised import RaisedError
 from .channel import ChannelClosed
 from .packing import packed
 from .process import Lines
-from .raised import RaisedError
 
 __all__ = ["BEGIN", "BEGINNING", "BEGUN", "DEAL", "END", "ERROR", "ITEMS", "Work", "run"]
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...datapipes.errors import WorkerError
+from .errors import WorkerError
 
 __all__ = ["RaisedError"]
 
