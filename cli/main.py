@@ -14,6 +14,7 @@ COMMANDS: dict[str, str] = {
     "tokenize": "make a token file from text files and JSON lines",
     "convert": "make a token file of one kind from token files of any",
     "inspect": "show what a token file holds",
+    "manifest": "say what token files are in one file, so that runs begin without opening them",
     "verify": "are token files what they say: sizes, hashes, document ends, every id",
     "plan": "what the next steps will take of each source, and what will go wrong",
     "contents": "what was in a step: each row's rank, source, epoch, document, file and place, and its text",

@@ -2,10 +2,13 @@
 
     tokenpipe verify corpus/ --vocab-size 50257
     tokenpipe verify "raw/*.bin" --dtype uint16 --vocab-size 50257
+    tokenpipe verify corpus/all.manifest
 
-A FILE is a file of any kind, a folder or a quoted pattern. A line each: "ok" and what is in it, or what is wrong
-first, with the document, token and byte where an id is. After a bad file it goes on; the exit status is 1 if any was.
-Looked at are sizes and headers, document ends, every id, the hash where the kind has one, loss mask, ids and scores.
+A FILE is a file of any kind, a folder or a quoted pattern; or a manifest: then all bytes of its files, and of what
+lies beside them, are compared with it, and the first ones that differ are named. A line each: "ok" and what is in it,
+or what is wrong first, with the document, token and byte where an id is. After a bad file it goes on; the exit status
+is 1 if any was. Looked at are sizes and headers, document ends, every id, the hash where the kind has one, loss mask,
+ids and scores; of a manifest's files their bytes alone.
 """
 
 import argparse
@@ -16,7 +19,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", metavar="FILE", help="files, folders, patterns; taken in this order")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="files, folders, patterns, manifests; in this order")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="ids must be below it (default: a header's own)")
     parser.add_argument("--dtype", help="of those that do not say it: uint8, uint16, uint32, int32 or int64")
 
@@ -25,7 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..datapipes import verify_token_file
     from ..datapipes.core import as_count
     from ..datapipes.errors import ConfigurationError, TokenpipeError
+    from ..datapipes.file_sums import compare_files
     from ..datapipes.formats import as_dtype, list_token_files
+    from ..datapipes.manifest import is_manifest, read_alone
 
     if arguments.vocab_size is not None:  # what is wrong with the command is said once, not for each file
         as_count("--vocab-size", arguments.vocab_size)
@@ -44,6 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     for given in arguments.files:
         path = given
         try:
+            if is_manifest(given):
+                for file, wrong in compare_files(read_alone(given)):
+                    bad |= wrong is not None
+                    said = f"{file.path}: ok, {file.tokens:,} tokens, as in the manifest"
+                    print(escaped(said if wrong is None else _of(file.path, wrong)), flush=True)
+                continue
             for path in list_token_files(given):
                 try:
                     said = f"{path}: {verified(path)}"

@@ -58,6 +58,7 @@ from .formats.megatron import MegatronWriter
 from .formats.own import TokenFileWriter
 from .full_sync import FullSync
 from .linting import Finding, lint
+from .manifest import Manifest, make_manifest, read_manifest, write_manifest
 from .pack import DocumentPacker
 from .permute import Permuter
 from .plan import Overlap, Plan, overlap
@@ -102,6 +103,7 @@ __all__ = [
     "JsonLinesReader",
     "Limiter",
     "LlmcWriter",
+    "Manifest",
     "Mapper",
     "MegatronWriter",
     "NanosetOrder",
@@ -138,10 +140,13 @@ __all__ = [
     "load_nanotron",
     "load_recipe",
     "load_tokenizer",
+    "make_manifest",
     "overlap",
+    "read_manifest",
     "read_tokens",
     "tokenize_files",
     "tree",
     "verify_token_file",
+    "write_manifest",
     "write_recipe",
 ]

@@ -292,6 +292,33 @@ def gather_files(starts, counts, out, first, address, itemcode, place, file, han
     return _walk(starts, counts, out, first, address, itemcode, place, file, handle, offset)
 
 
+def blocks_good(starts, counts, first, itemcode, byte, table, good):
+    """Whether all blocks of 64 KiB that the stretches [start, start + count) of `gather` touch are good.
+
+    Piece f begins at byte[f] of its file, whose block 0 is good[table[f]]; -1 there: nobody checks that file.
+    """
+    alike = counts.size == 1
+    for i in range(starts.size):
+        start = starts[i]
+        if start < 0:
+            continue
+        left = counts[0] if alike else counts[i]
+        f = np.searchsorted(first, start, side="right") - 1
+        while left > 0:
+            skip = start - first[f]
+            count = min(left, first[f + 1] - start)
+            if table[f] >= 0 and count > 0:
+                size = abs(itemcode[f])
+                low = byte[f] + skip * size
+                for block in range(low >> 16, ((low + count * size - 1) >> 16) + 1):
+                    if not good[table[f] + block]:
+                        return False
+            start += count
+            left -= count
+            f += 1
+    return True
+
+
 def row_documents(place, count, width, inputs, tables, positions, numbers, joins, sequences, costs):
     """What the documents of rows give, in one walk over their ends; see row_documents.py.
 
@@ -652,6 +679,7 @@ KERNELS = {
         aligned_starts,
         blend_route,
         blend_unroute,
+        blocks_good,
         cut_documents,
         deal_evenly,
         gather,
@@ -674,6 +702,7 @@ SIGNATURES: "dict[str, Any]" = {
     f"{_I64}, {_I64}, {_I64}, {_I64}, int64)",
     "gather": f"int64({_I64}, {_I64}, {_I64}, {_I64}, uint64[::1], {_I64})",
     "gather_files": f"int64({', '.join([_I64] * 4)}, uint64[::1], {', '.join([_I64] * 3)}, int32[::1], {_I64})",
+    "blocks_good": f"boolean({', '.join([_I64] * 6)}, boolean[::1])",
     "row_documents": f"UniTuple(int64, 2)({_I64}, {_I64}, int64, int64, {_I64}, "
     f"int64[:, ::1], int64[:, ::1], boolean[:, ::1], int32[::1], {_I64})",
     "cut_documents": f"int64(int32[::1], int64, int64, int64, {_I64}, {_I64}, {_I64})",

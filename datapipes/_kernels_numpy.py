@@ -17,6 +17,7 @@ __all__ = [
     "aligned_starts",
     "blend_route",
     "blend_unroute",
+    "blocks_good",
     "cut_documents",
     "deal_evenly",
     "gather",
@@ -197,6 +198,31 @@ def gather(
 
 
 gather_files = gather
+
+
+def blocks_good(
+    starts: Int64s,
+    counts: Int64s,
+    first: Int64s,
+    itemcode: Int64s,
+    byte: Int64s,
+    table: Int64s,
+    good: np.ndarray,
+) -> bool:
+    for start, left in zip(starts.tolist(), np.broadcast_to(counts, starts.shape).tolist(), strict=True):
+        if start < 0:
+            continue
+        p = int(np.searchsorted(first, start, side="right")) - 1
+        while left > 0:
+            skip = start - int(first[p])
+            count = min(left, int(first[p + 1]) - start)
+            if table[p] >= 0 and count > 0:
+                size = abs(int(itemcode[p]))
+                low, base = int(byte[p]) + skip * size, int(table[p])
+                if not good[base + (low >> 16) : base + ((low + count * size - 1) >> 16) + 1].all():
+                    return False
+            start, left, p = start + count, left - count, p + 1
+    return True
 
 
 def row_documents(

@@ -44,17 +44,22 @@ class OpenFile:
     def __init__(self, file: TokenLayout) -> None:
         self.handle = -1
         self._file = file
-        self.handle = open_checked(file.local, file.size)
+        self.handle = open_checked(file.local, file.size, since=file.known_since)
         if hasattr(os, "posix_fadvise"):  # as maps are: windows are asked for as they are
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self.handle, 0, 0, os.POSIX_FADV_RANDOM)
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """The tokens [a, b), of the file's dtype; what comes in parts, or after a signal, is read on."""
+        """The tokens [a, b), of the file's dtype."""
+        dtype = self._file.dtype
+        begin = self._file.offset + part.start * dtype.itemsize
+        return self.bytes(begin, begin + (part.stop - part.start) * dtype.itemsize).view(dtype)
+
+    def bytes(self, begin: int, stop: int) -> np.ndarray:
+        """uint8: the bytes [begin, stop); what comes in parts, or after a signal, is read on."""
         file = self._file
-        tokens = np.empty(part.stop - part.start, file.dtype)
-        begin = file.offset + part.start * file.dtype.itemsize
-        into, at = tokens.view(np.uint8).data, begin
+        tokens = np.empty(stop - begin, np.uint8)
+        into, at = tokens.data, begin
         while into.nbytes:
             try:
                 count = os.preadv(self.handle, [into], at)
@@ -64,8 +69,8 @@ class OpenFile:
                 ) from error
             if not count:
                 raise TokenFileError(
-                    f"{file.path}: {at - begin} bytes from byte {begin} on, where {tokens.nbytes} were when the graph "
-                    "was built: it was cut while it was open"
+                    f"{file.path}: {at - begin} bytes from byte {begin} on, where {tokens.nbytes} were when "
+                    f"{file.known_since}: it was cut while it was open"
                 )
             into, at = into[count:], at + count
         return tokens

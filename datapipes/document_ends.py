@@ -23,13 +23,13 @@ from .core import Int64s
 from .errors import ConfigurationError, TokenFileError
 from .formats import TokenLayout
 from .formats.megatron import document_ends
-from .formats.own import read_header
 
 if TYPE_CHECKING:
     from .read import TokenSpace
 
 __all__ = [
     "checked_ends",
+    "cores",
     "document_places",
     "ends_identity",
     "find_ends",
@@ -49,12 +49,24 @@ def scanned(file: TokenLayout) -> CachedArrays:
     One array, int64 (documents,); numbers are (tokens, documents, the id, 0). Raises TokenFileError.
     """
     if file.sequences:
-        made = Made([(np.int64, document_ends(file))], lambda: (file.tokens, file.stored_documents, 0))
-        return cached("ends", [file.ends_content, file.size, file.sequences], lambda: made)
+        return cached("ends", [file.ends_content, file.size, file.sequences], lambda: _added_up(file))
     return cached("ends", [file.content, file.end_of_text], lambda: _scan(file))
 
 
+def _added_up(file: TokenLayout) -> Made:
+    _check(file)
+    return Made([(np.int64, document_ends(file))], lambda: (file.tokens, file.stored_documents, 0))
+
+
+def _check(file: TokenLayout) -> None:
+    if file.verify != "size":
+        from .checks import check_before_scan  # which knows of the kernels, and those of what is kept here
+
+        check_before_scan(file)
+
+
 def _scan(file: TokenLayout) -> Made:
+    _check(file)
     count = 0
 
     def blocks() -> Iterator[np.ndarray]:
@@ -88,7 +100,7 @@ def _found(file: TokenLayout) -> Iterator[Int64s]:
             into, at = into[read:], at + read
         return np.flatnonzero(tokens == file.end_of_text) + (first + 1)
 
-    threads = min(MOST_THREADS, _cores(), -(-file.tokens // SCANNED))
+    threads = min(MOST_THREADS, cores(), -(-file.tokens // SCANNED))
     pool = ThreadPoolExecutor(threads, "tokenpipe scan")
     waiting: deque[Future[Int64s]] = deque()
     try:
@@ -103,7 +115,8 @@ def _found(file: TokenLayout) -> Iterator[Int64s]:
         os.close(handle)
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -164,8 +177,8 @@ def ends_identity(file: TokenLayout) -> "list[str | int | None]":
     """
     if file.ends_path:
         return [file.content, file.tokens, file.ends_content]
-    header = read_header(file.path) if file.stored_documents else None
-    return [header.digest.hex() if header is not None else file.content, file.tokens, file.end_of_text]
+    stored = file.stored_hash if file.stored_documents else ""
+    return [stored or file.content, file.tokens, file.end_of_text]
 
 
 def space_identity(space: "TokenSpace") -> "list[Any]":

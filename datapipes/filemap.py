@@ -17,7 +17,19 @@ import numpy as np
 
 from .errors import TokenFileError
 
-__all__ = ["FileMap", "SharedMap", "advise", "open_checked"]
+__all__ = ["FileCopy", "FileMap", "SharedMap", "advise", "most_maps", "open_checked"]
+
+MOST_COPIED = 1 << 29
+"""Bytes of small files that a process holds in memory where there are too many to be mapped (gather.py)."""
+
+
+@cache
+def most_maps() -> int:
+    """Token files that are mapped at a time in this process: half of what Linux allows it, else 32,765."""
+    try:
+        return max(1024, int(Path("/proc/sys/vm/max_map_count").read_text()) // 2)
+    except (OSError, ValueError):
+        return 65_530 // 2
 
 
 @cache
@@ -44,19 +56,21 @@ def _mapped(handle: int, size: int, protection: int) -> int:
     return address
 
 
-def open_checked(path: Path, size: int, purpose: str = "opened") -> int:
+def open_checked(path: Path, size: int, purpose: str = "opened", since: str = "the graph was built") -> int:
     """A descriptor of a file that has `size` bytes still; no program that is started inherits it.
+    `since`: when it had them, as in "the manifest X was made".
 
     Raises TokenFileError.
     """
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:
-        raise TokenFileError(error.errno, f"cannot be {purpose}: {error.strerror}", str(path)) from error
+        was = "" if since == "the graph was built" else f"; it was there when {since}"
+        raise TokenFileError(error.errno, f"cannot be {purpose}: {error.strerror}{was}", str(path)) from error
     found = os.fstat(handle).st_size
     if found != size:
         os.close(handle)
-        raise TokenFileError(f"{path}: {found} bytes now, {size} when the graph was built: it was cut or written to")
+        raise TokenFileError(f"{path}: {found} bytes now, {size} when {since}: it was cut or written to")
     return handle
 
 
@@ -69,9 +83,9 @@ class FileMap:
     mapped = 0
     """Bytes that all maps of this process have."""
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, since: str = "the graph was built") -> None:
         self.address, self.size = 0, size
-        handle = open_checked(path, size, "mapped")
+        handle = open_checked(path, size, "mapped", since)
         try:
             try:
                 self.address = address = _mapped(handle, size, mmap.PROT_READ)
@@ -100,6 +114,48 @@ class FileMap:
             _libc().munmap(self.address, self.size)
             self.address = 0
             FileMap.mapped -= self.size
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class FileCopy:
+    """The whole of a small file of `size` bytes in this process's memory, as a FileMap is used.
+
+    Raises TokenFileError.
+    """
+
+    held = 0
+    """Bytes that all copies of this process have."""
+
+    @staticmethod
+    def room(size: int) -> bool:
+        """Whether another copy of so many bytes may be made."""
+        return FileCopy.held + size <= MOST_COPIED
+
+    def __init__(self, path: Path, size: int, since: str = "the graph was built") -> None:
+        self.size = 0
+        handle = open_checked(path, size, "read", since)
+        try:
+            data = os.read(handle, size)
+        except OSError as error:
+            raise TokenFileError(error.errno, f"cannot be read: {error.strerror}", str(path)) from error
+        finally:
+            os.close(handle)
+        if len(data) != size:
+            raise TokenFileError(f"{path}: {len(data)} bytes could be read of {size} when {since}")
+        self._data = np.frombuffer(data, np.uint8)
+        self.address, self.size = self._data.__array_interface__["data"][0], size
+        FileCopy.held += size
+
+    def array(self, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+        """(count,) items from byte `offset` on."""
+        return np.frombuffer(self._data.data, dtype, count, offset)
+
+    def close(self) -> None:
+        """Its room may be used again; calling it again does nothing."""
+        FileCopy.held -= self.size
+        self.size = 0
 
     def __del__(self) -> None:
         self.close()

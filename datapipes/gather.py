@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import mmap
 import os
 import threading
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import _kernels_numpy
+from .checks import BlockChecks
 from .core import MAX_NUMBER, Int64s
 from .descriptors import CLOSED, MAPPED, OpenFile, most_descriptors
 from .errors import ConfigurationError, TokenFileError, TokenIdError
-from .filemap import FileMap, advise
+from .filemap import FileCopy, FileMap, advise, most_maps
 from .formats import TokenLayout
+from .formats.table import FileList, LayoutTable, distinct, integers, itemcodes, parts_of
 from .kernels import kernel
 from .pages import WATCH
 from .read import TokenSpace
@@ -32,8 +35,8 @@ Columns = Sequence[tuple[int, int]] | Callable[["TokenGather", Int64s, int], tup
 (gather, (n,) places, width) → ((m,) places, (m,) tokens) of the stretches to read, as many tokens of each row.
 """
 
-MOST_MAPS = 32_768
-"""Maps of one process; Linux allows 65,530 by default."""
+SMALL = 1 << 16
+"""Bytes of a file up to which it is copied, where there are more files than may be mapped."""
 
 _GATHERS: "weakref.WeakSet[TokenGather]" = weakref.WeakSet()
 _REGISTERING = threading.Lock()  # a set that grows while another thread walks it raises
@@ -46,7 +49,7 @@ def all_gathers() -> "list[TokenGather]":
 
 
 def _close_in_child() -> None:
-    """A fork's child has the descriptors of its parent's gathers, and gathers of its own."""
+    """A fork's child has the descriptors and copies of its parent's gathers, and gathers of its own."""
     for gather in list(_GATHERS):  # there is no other thread here, nor who would let go of the lock
         gather.close_files()
 
@@ -59,18 +62,21 @@ class TokenGather:
     """The pieces of some token spaces as one table, their files opened on demand, and the gather over it.
 
     The table's entries are the spaces' files in order; an entry's pieces (of a whole reader, one) stand together. A
-    file that several spaces read is mapped once. Maps hold no file descriptors; beyond MOST_MAPS of all gathers
-    they are dropped again, oldest first. Files of readers with io="pread" are open instead (descriptors.py), no
-    more than `most_descriptors()` of all gathers, but for those that other threads are reading just now. Behind the
-    table come the places of spaces that lay out others anew (`TokenSpace.table`): what stands there is looked up,
-    window by window.
+    file that several spaces read is mapped once. Maps hold no file descriptors; beyond `most_maps()` of all gathers
+    they are dropped again, oldest first. A gather of more files than that copies the small ones into memory while
+    there is room (FileCopy), so that they are not mapped again and again. Files of readers with io="pread" are open
+    instead (descriptors.py), no more than `most_descriptors()` of all gathers, but for those that other threads are
+    reading just now. Behind the table come the places of spaces that lay out others anew (`TokenSpace.table`): what
+    stands there is looked up, window by window.
 
     Args:
-        files: reads another file in the place of each; these are mapped.
+        files: gives files that are read in the place of these; they are mapped.
     """
 
     def __init__(
-        self, spaces: Sequence[TokenSpace], files: "Callable[[TokenLayout], TokenLayout] | None" = None
+        self,
+        spaces: Sequence[TokenSpace],
+        files: "Callable[[Sequence[TokenLayout]], Sequence[TokenLayout]] | None" = None,
     ) -> None:
         given = list({id(space): space for space in spaces}.values())
         self.spaces = given
@@ -94,29 +100,36 @@ class TokenGather:
         self.first: Int64s = np.concatenate([*first, np.array([self._table], np.int64)])  # (pieces + 1,)
         self.place: Int64s = np.concatenate([*place, np.empty(0, np.int64)])  # (pieces,) of the first token in its file
         self.bounds: Int64s = np.concatenate([*bounds, np.array([pieces], np.int64)])  # (entries + 1,)
-        layouts = [file if files is None else files(file) for space in unique for file in space.files]
-        self.files = list({id(file): file for file in layouts}.values())
-        number = {id(file): f for f, file in enumerate(self.files)}
-        self.file: Int64s = np.array([number[id(file)] for file in layouts], np.int64)  # (entries,)
+        self.files: Sequence[TokenLayout]
+        self.files, self.file = _numbered([space.files for space in unique])  # (entries,) the number of each one's file
+        if files is not None:
+            self.files = files(self.files)
         self._by_file: Int64s = np.argsort(self.file, kind="stable")
         self._cuts: Int64s = np.searchsorted(self.file[self._by_file], np.arange(len(self.files) + 1))
-        limits = [space.vocab_size or MAX_NUMBER for space in unique for _ in space.files]
+        entries = [len(space.files) for space in unique]
+        limits = [space.vocab_size or MAX_NUMBER for space in unique]
         checked = files is None and min(limits, default=MAX_NUMBER) < MAX_NUMBER
-        self.limit = np.array(limits, np.int64) if checked else None  # ids must be below it
-        itemcode = np.array([file.itemcode for file in layouts], np.int64)
+        self.limit = np.repeat(np.array(limits, np.int64), entries) if checked else None  # ids must be below it
+        parts = parts_of(self.files)
+        itemcode = np.concatenate([np.empty(0, np.int64), *map(itemcodes, parts)])[self.file]
         self.itemcode: Int64s = np.repeat(itemcode, np.diff(self.bounds))  # (pieces,)
         self.address = np.zeros(pieces, np.uint64)  # 0: not mapped
-        self.arrays: list[Any] = [None] * len(layouts)  # of each entry's file: tokens, or what gives them when sliced
+        self.arrays: list[Any] = [None] * self.file.size  # of each entry: tokens, or what gives them when sliced
         self._reads = np.zeros(len(self.files), np.bool_)  # which files are read by descriptor
-        self._reads[self.file] = [files is None and space.origin.io == "pread" for space in unique for _ in space.files]
+        by_descriptor = [files is None and space.origin.io == "pread" for space in unique]
+        self._reads[self.file] = np.repeat(np.array(by_descriptor, np.bool_), entries)
         self.handle = np.where(self._reads, CLOSED, MAPPED).astype(np.int32)  # (files,)
         self._reading: tuple[np.ndarray, ...] = ()  # what the kernel takes besides, where there are such files
         if self._reads.any():
-            offsets = np.array([file.offset for file in self.files], np.int64)
+            offsets = np.concatenate([integers(part, "offset") for part in parts])
             self._reading = (self.place, np.repeat(self.file, np.diff(self.bounds)), self.handle, offsets)
+        self._checks: BlockChecks | None = None
+        if any(distinct(part, "verify") - {"size"} for part in parts):
+            self._checks = BlockChecks(self, np.repeat(self.file, np.diff(self.bounds)), self.place)
         self._alike: dict[int, Int64s] = {}
         self._kept_ranges: tuple[Any, Int64s, Int64s] | None = None
         self._open: dict[int, FileMap] = {}
+        self._copied: dict[int, FileCopy] = {}
         self._opened: dict[int, OpenFile] = {}
         self._turn = (0, 0)  # which map, and from which of its bytes on, is let go of next
         with _REGISTERING:
@@ -221,6 +234,11 @@ class TokenGather:
         gather, compiled = kernel("gather_files" if self._reading else "gather")
         missing = 0
         while missing != -1:
+            if self._checks is not None and not self._checks.all_good(places, counts):
+                if not self._open_files(places, counts):
+                    self._fill_halves(places, counts, out)
+                    return
+                self._checks.check(places, counts)
             if compiled:
                 missing = gather(places, counts, out, self.first, self.address, self.itemcode, *self._reading)
             if not compiled or missing < -1:  # a read failed: here it is named, or goes on after all
@@ -245,12 +263,14 @@ class TokenGather:
     def ask_for(self, places: Int64s, counts: Int64s) -> None:
         """Asks the kernel to read the pages of these stretches, without waiting for them."""
         with self._lock:
-            which, piece = self._pieces(places, counts)
+            which, piece = self.pieces(places, counts)
             if not (ready := self._ready(piece)).all():
                 with contextlib.suppress(TokenFileError):  # it comes when the rows are read
                     self._open_files(places, counts)
                 ready = self._ready(piece)
                 which, piece = which[ready], piece[ready]
+            if self._checks is not None:
+                self._checks.ask_for(places, counts)
             stops = places + counts
             begin = np.maximum(self.first[piece], places[which])
             count = np.minimum(self.first[piece + 1], stops[which]) - begin
@@ -294,7 +314,21 @@ class TokenGather:
         finally:
             self._lock.release()
 
-    def _pieces(self, places: Int64s, counts: Int64s) -> tuple[Int64s, Int64s]:
+    def ask_for_bytes(self, f: int, begin: int, count: int) -> None:
+        """Asks the kernel for `count` bytes of file `f`, if it is open, from a page's border on, without waiting."""
+        if (opened := self._opened.get(f)) is not None:
+            opened.ask_for(begin, count)
+        elif (view := self._open.get(f)) is not None:
+            advise(view.address + begin, min(count, view.size - begin), mmap.MADV_WILLNEED)
+
+    def reader_of(self, f: int) -> "Callable[[int, int], Any]":
+        """What gives the bytes [a, b) of file `f`, which is open, as a buffer; not to be kept."""
+        if (opened := self._opened.get(f)) is not None:
+            return opened.bytes
+        view = self._open[f] if f in self._open else self._copied[f]
+        return lambda a, b: view.array(np.dtype(np.uint8), a, b - a)
+
+    def pieces(self, places: Int64s, counts: Int64s) -> tuple[Int64s, Int64s]:
         """All that these stretches touch: ((m,) indices into places, (m,) pieces)."""
         which = np.flatnonzero((places >= 0) & (counts > 0))
         low = np.searchsorted(self.first, places[which], side="right") - 1
@@ -311,34 +345,45 @@ class TokenGather:
 
     def _open_files(self, places: Int64s, counts: Int64s) -> bool:
         """Maps or opens every file that these stretches touch; False: they are more than may be open at a time."""
-        _, piece = self._pieces(places, counts)
+        _, piece = self.pieces(places, counts)
         needed = set(self.file[self._entries(piece)].tolist())
         read = {f for f in needed if self._reads[f]}
         if len(read) > most_descriptors():
             return False
-        if closed := sorted(read - self._opened.keys()):
+        if closed := sorted(f for f in read if f not in self._opened):
             self._make_room(lambda gather: gather._opened, most_descriptors() - len(closed), read)
         for f in closed:
+            if self._checks is not None:
+                self._checks.opened(f)
             self._opened[f] = opened = OpenFile(self.files[f])
             self.handle[f] = opened.handle
-            for entry in self._by_file[self._cuts[f] : self._cuts[f + 1]].tolist():
+            for entry in self.entries_of(f):
                 self.arrays[entry] = opened
-        if unmapped := sorted(needed - read - self._open.keys()):
-            self._map(unmapped)
-            self._make_room(lambda gather: gather._open, MOST_MAPS, needed)
+        here = (read, self._open, self._copied)
+        if unmapped := sorted(f for f in needed if not any(f in known for known in here)):
+            for f in unmapped:
+                self._map(f)
+            self._make_room(lambda gather: gather._open, most_maps(), needed)
         return True
 
-    def _map(self, files: "list[int]") -> None:
-        for f in files:
-            file = self.files[f]
-            view = FileMap(file.local, file.size)
-            self._open[f] = view
-            array = view.array(file.dtype, file.offset, file.tokens)
-            for entry in self._by_file[self._cuts[f] : self._cuts[f + 1]].tolist():
-                pieces = slice(self.bounds[entry], self.bounds[entry + 1])
-                bytes_before = self.place[pieces] * file.dtype.itemsize + (view.address + file.offset)
-                self.address[pieces] = bytes_before.astype(np.uint64)
-                self.arrays[entry] = array
+    def _map(self, f: int) -> None:
+        file = self.files[f]
+        if self._checks is not None:
+            self._checks.opened(f)
+        view: FileMap | FileCopy
+        if file.size <= SMALL and len(self.files) > most_maps() and FileCopy.room(file.size):
+            view = self._copied[f] = FileCopy(file.local, file.size, file.known_since)
+        else:
+            view = self._open[f] = FileMap(file.local, file.size, file.known_since)
+        array, address = view.array(file.dtype, file.offset, file.tokens), view.address + file.offset
+        for entry in self.entries_of(f):
+            pieces = slice(self.bounds[entry], self.bounds[entry + 1])
+            self.address[pieces] = self.place[pieces] * file.dtype.itemsize + address
+            self.arrays[entry] = array
+
+    def entries_of(self, f: int) -> "list[int]":
+        """The entries that a file has in the table."""
+        return self._by_file[self._cuts[f] : self._cuts[f + 1]].tolist()
 
     def _make_room(self, of: "Callable[[TokenGather], dict[int, Any]]", most: int, needed: "set[int]") -> None:
         """Leaves at most so many maps, or open files, of all gathers: the rest is dropped, this one's first."""
@@ -353,9 +398,9 @@ class TokenGather:
 
     def _drop(self, held: "dict[int, Any]", most: int, needed: "set[int]") -> int:
         """Unmaps or closes up to so many files that are not needed, oldest first; gives how many."""
-        dropped = [f for f in held if f not in needed][: max(0, most)]
+        dropped = list(itertools.islice((f for f in held if f not in needed), max(0, most)))
         for f in dropped:
-            for entry in self._by_file[self._cuts[f] : self._cuts[f + 1]].tolist():
+            for entry in self.entries_of(f):
                 self.address[self.bounds[entry] : self.bounds[entry + 1]] = 0
                 self.arrays[entry] = None
             self.handle[f] = CLOSED if self._reads[f] else MAPPED
@@ -363,8 +408,9 @@ class TokenGather:
         return len(dropped)
 
     def close_files(self) -> None:
-        """Closes what is read by descriptor; it is opened again when it is needed."""
+        """Closes what is read by descriptor, and gives back what was copied; it is read again when it is needed."""
         self._drop(self._opened, len(self._opened), set())
+        self._drop(self._copied, len(self._copied), set())
 
     def _entries(self, pieces: Int64s) -> Int64s:
         """(n,) pieces → (n,) the entries that they belong to."""
@@ -383,6 +429,25 @@ class TokenGather:
                 f"token {places[i] - self.first[piece[i]] + self.place[piece[i]]} of the file; vocab_size is "
                 f"{limit[entry[i]]}"
             )
+
+
+def _numbered(lists: "list[Sequence[TokenLayout]]") -> "tuple[FileList, Int64s]":
+    """(all files, each once; (entries,) the number of each of these in that)."""
+    known: dict[Any, int] = {}
+    parts: list[Sequence[TokenLayout]] = []
+    numbers, count = [np.empty(0, np.int64)], 0
+    for files in lists:
+        if isinstance(files, LayoutTable):
+            first = known.setdefault(files.key, count)
+            new: Sequence[TokenLayout] = files if first == count else ()
+            numbers.append(np.arange(first, first + len(files)))
+        else:
+            new = [file for file in {id(file): file for file in files}.values() if id(file) not in known]
+            known |= {id(file): count + i for i, file in enumerate(new)}
+            numbers.append(np.array([known[id(file)] for file in files], np.int64))
+        parts.append(new)
+        count += len(new)
+    return FileList(parts), np.concatenate(numbers)
 
 
 def let_go(share: float) -> None:

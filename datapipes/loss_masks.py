@@ -28,12 +28,12 @@ def loss_layouts(files: Sequence[TokenLayout]) -> "tuple[TokenLayout, ...]":
 
 def has_loss_masks(files: Sequence[TokenLayout]) -> bool:
     """Whether any of the files has a mask: then `loss_layouts` says which one has none."""
-    return any(loss_path(file.path).exists() for file in files)
+    return any(loss_path(file.path).exists() if file.has_loss is None else file.has_loss for file in files)
 
 
 def _layout(file: TokenLayout, path: Path) -> TokenLayout:
     try:
-        size = path.stat().st_size
+        size = file.tokens if file.has_loss else path.stat().st_size
     except OSError as error:
         raise TokenFileError(
             error.errno, f"no loss mask of {os.fspath(file.path)}: {error.strerror}", str(path)
@@ -42,7 +42,15 @@ def _layout(file: TokenLayout, path: Path) -> TokenLayout:
         raise TokenFileError(
             f"{path}: {size} bytes of loss mask for the {file.tokens} tokens of {file.path}; one byte a token would do"
         )
-    return TokenLayout(str(path), DTYPES["uint8"], 0, size, size)
+    if file.verify != "size" and not file.loss_digest:
+        raise TokenFileError(
+            f"{path}: is not in the manifest of its token file, so it cannot be compared (verify={file.verify!r}); "
+            "make_manifest makes one that has it"
+        )
+    return TokenLayout(
+        str(path), DTYPES["uint8"], 0, size, size, kind="loss mask", digest=file.loss_digest,
+        whole_hash=file.loss_hash, verify=file.verify,
+    )  # fmt: skip
 
 
 def as_loss_mask(values: "npt.NDArray[np.integer]", source: str = "") -> "npt.NDArray[np.bool_]":

@@ -7,15 +7,16 @@ Waiting goes in slices, so that signal handlers run. Answers travel as integers 
 import contextlib
 import itertools
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .errors import LoaderError, RankError
+from .errors import ConfigurationError, LoaderError, RankError, TokenFileError
 
-__all__ = ["RankGroup", "rank_and_ranks", "ranks_text"]
+__all__ = ["RankGroup", "rank_and_ranks", "ranks_text", "shared_bytes"]
 
 NUMBERS = itertools.count()  # of groups made: alike on all ranks, as making one is a collective
 SLICE = timedelta(seconds=1)
@@ -45,21 +46,47 @@ def ranks_text(ranks: "list[int]") -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
+def shared_bytes(read: "Callable[[], bytes]", group: Any = None, timeout: float = 1800.0) -> bytes:
+    """What `read` gives on the first rank of a group of gloo (None: of all ranks), on all of them; a collective call.
+    Without an initialised process group it is just called.
+
+    Raises what `read` does, on the others too: TokenFileError as it is, others as a RankError with their text;
+    RankError where a rank does not come; ConfigurationError for a group that does not take tensors of the CPU.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return read()
+    ranks = RankGroup(timeout, group)
+    try:
+        return ranks.from_first(read)
+    finally:
+        ranks.close()
+
+
 class RankGroup:
     """All ranks of torch.distributed. Making one is a collective too.
 
     Args:
         timeout: seconds after which a rank that has not answered is an error.
+        group: some of the ranks instead, by a process group that takes tensors of the CPU; its own timeout counts, too.
 
     Raises LoaderError without an initialised process group; here and in each call RankError where a rank does not
     answer in time or is gone, naming those that are silent.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, group: Any = None) -> None:
         self.rank, self.size = rank_and_ranks()
         self.timeout = timeout
         self._lost: RankError | None = None
-        self._group: Any = None
+        self._group: Any = group
+        self._given, self._first = group is not None, 0
+        if group is not None:
+            if group is dist.GroupMember.NON_GROUP_MEMBER:
+                raise ConfigurationError("this process is no rank of the group that was given")
+            if dist.get_backend(group) == "nccl":
+                raise ConfigurationError("group is one of nccl; dist.new_group(ranks, backend='gloo') would do")
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            self._name, self._first = f"tokenpipe/{group.group_name}", dist.get_global_rank(group, 0)
+            return
         self._name = f"tokenpipe/{next(NUMBERS)}"
         try:
             # of our own even where the default one is gloo: for the timeout, and so that no other collective of the
@@ -86,10 +113,33 @@ class RankGroup:
             self._wait(dist.all_reduce, answer, dist.ReduceOp.MIN)
         return bool(answer)
 
+    def from_first(self, read: "Callable[[], bytes]") -> bytes:
+        """What `read` gives on the first rank, on all of them; see `shared_bytes`."""
+        data = b""
+        said: dict[str, Any] = {}
+        failed: Exception | None = None
+        if self.rank == 0:
+            try:
+                data = read()
+                said = {"bytes": len(data)}
+            except Exception as error:  # all ranks raise it
+                failed, said = error, {"error": _as_json(error)}
+        answer = self.gather(said)[0]
+        if failed is not None:
+            raise failed
+        if "error" in answer:
+            known, arguments = answer["error"]
+            raise (TokenFileError if known else RankError)(*arguments)
+        tensor = torch.empty(answer["bytes"], dtype=torch.uint8)
+        if self.rank == 0:
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._wait(dist.broadcast, tensor, self._first)
+        return data if self.rank == 0 else tensor.numpy().tobytes()
+
     def close(self) -> None:
         """Gives the group back; it can be closed again."""
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():  # else it went with the default group
+        if group is not None and not self._given and dist.is_initialized():  # else it went with the default group
             with contextlib.suppress(ValueError, RuntimeError):
                 dist.destroy_process_group(group)
 
@@ -142,3 +192,12 @@ class RankGroup:
 
     def _signed(self, store: Any) -> "set[int]":
         return {int(rank) for rank in store.get("there").decode().split(",") if rank}
+
+
+def _as_json(error: Exception) -> "tuple[bool, list[Any]]":
+    """(whether it is a TokenFileError, what another rank makes it, or a RankError, of)."""
+    if not isinstance(error, TokenFileError):
+        return False, [f"the first rank failed: {type(error).__name__}: {error}"]
+    if error.filename is not None:
+        return True, [error.errno, error.strerror, str(error.filename)]
+    return True, [str(error)]

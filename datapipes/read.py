@@ -11,22 +11,24 @@ A space is a list of *pieces*: stretches of one file that follow one another. A 
 its numbering is the source's (from `first_token` on, where it is a part of the source); see documents.py for others.
 """
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .arguments import given_with
+from .checks import as_level, with_verify
 from .core import IndexedDataPipe, Int64s, Unpickled, as_count, in_blocks
 from .document_ends import find_ends
-from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError, TokenIdError
+from .errors import ConfigurationError, OutOfRangeError, TokenIdError
 from .fingerprint import files_fingerprint
-from .formats import DocumentIds, TokenLayout, list_token_files, read_layout
+from .formats import DocumentIds, TokenLayout
 from .formats.ids import open_document_ids
-from .formats.own import read_header
+from .formats.table import distinct, integers
+from .token_files import as_paths, closed_by, listed_files
 
 if TYPE_CHECKING:
     from .documents import DocumentSelector
@@ -79,7 +81,7 @@ class TokenSpace(IndexedDataPipe):
         return ""
 
     @property
-    def files(self) -> "tuple[TokenLayout, ...]":
+    def files(self) -> "Sequence[TokenLayout]":
         return self.origin.files
 
     @property
@@ -177,7 +179,8 @@ class TokenReader(TokenSpace):
 
     Args:
         paths: one path or several, in order: files, folders (all token files in one, by name) and patterns
-            ("data/*.bin", by name), looked for once, here. All kinds but raw say what they hold.
+            ("data/*.bin", by name), looked for once, here; and manifests ("….manifest", or what `read_manifest`
+            gives), whose files are not looked at here. All kinds but raw say what they hold.
         dtype: for raw files: "uint8", "uint16", "uint32", "int32" or "int64".
         name: the source's name; left out: the stem of the first path as it was given. It is part of the order (each
             source has permutations of its own), so a source that keeps its name may move to another path.
@@ -187,17 +190,22 @@ class TokenReader(TokenSpace):
         io: how tokens are read, which changes no batch: "mmap", or "pread" for file systems with a quota of maps and
             for files that may be cut while they are open, which then is a TokenFileError and does not end the process.
             Loss masks, and document ends where they are stored, are mapped all the same.
+        verify: how much of what a manifest says is compared in this process, which changes no batch: "size" (and what
+            headers say), "open" (each file's fingerprint when it is first opened), or "read" (besides, the CRC-32 of
+            each 64 KiB before a token of it is first read). What differs is a TokenFileError.
 
     Raises TokenFileError for a missing, empty, cut or damaged file; ConfigurationError for a dtype that
-    is missing or wrong, an end_of_text that cannot be, or is not what a header says, or an io that there is not.
+    is missing or wrong, an end_of_text that cannot be, or is not what a header says, an io or verify that there is
+    not, or a file that no manifest is of with verify="open" or "read".
     """
 
     functional_name = "TokenReader"
     decides_order = False
     vocab_size: "int | None" = None
-    files: "tuple[TokenLayout, ...]" = ()
+    files: "Sequence[TokenLayout]" = ()
     given_end_of_text: "int | None" = None
     io = "mmap"
+    verify = "size"
     first_token = 0
     """The source number of this reader's first token: not 0 where it is a `part` of the source."""
     first_document = 0
@@ -211,13 +219,10 @@ class TokenReader(TokenSpace):
         vocab_size: "int | None" = None,
         end_of_text: "int | None" = None,
         io: str = "mmap",
+        verify: str = "size",
     ) -> None:
         super().__init__()
-        several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-        if not isinstance(several, Sequence) or not all(isinstance(path, (str, os.PathLike)) for path in several):
-            raise ArgumentTypeError(f"paths must be a str or PathLike, or a list of them, got {paths!r}")
-        if not several:
-            raise ConfigurationError("TokenReader needs at least one path")
+        several = as_paths(paths)
         self._name = as_name(name) if name is not None else PurePath(os.fspath(several[0])).stem
         self.vocab_size = None if vocab_size is None else as_count("vocab_size", vocab_size)
         if io not in ("mmap", "pread"):
@@ -225,51 +230,38 @@ class TokenReader(TokenSpace):
         if io == "pread" and not hasattr(os, "preadv"):
             raise ConfigurationError("io='pread': this system has no preadv(2); io='mmap' would do")
         self.io = io
-        self.files = tuple(read_layout(file, dtype) for path in several for file in list_token_files(path))
-        for file in self.files:
-            if self.vocab_size is not None and (file.max_token_id or 0) >= self.vocab_size:
-                raise TokenIdError(f"{file.path}: holds token id {file.max_token_id}, vocab_size is {self.vocab_size}")
-        if end_of_text is not None:
-            self._close_by(as_count("end_of_text", end_of_text, 0))
+        files = listed_files(several, dtype)
+        largest = max(known or 0 for known in distinct(files, "max_token_id"))
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            file = next(file for file in files if (file.max_token_id or 0) >= self.vocab_size)
+            raise TokenIdError(f"{file.path}: holds token id {file.max_token_id}, vocab_size is {self.vocab_size}")
+        self.verify = as_level(verify, files)
+        if self.verify != "size":
+            files = with_verify(files, self.verify)
+        self.files, self.given_end_of_text = closed_by(files, end_of_text, self.vocab_size), end_of_text
         self._content: str | None = None
         self._first, self._gather, self._ids = Unpickled(), Unpickled(), Unpickled()
 
-    def _close_by(self, end_of_text: int) -> None:
-        """Files without document ends get them from this id."""
-        for file in self.files:
-            header = read_header(file.path)
-            if header is not None and header.end_of_text not in (None, end_of_text):
-                raise ConfigurationError(
-                    f"{file.path}: its header says that id {header.end_of_text} closes documents, and end_of_text is "
-                    f"{end_of_text}; leave it out for files with a header"
-                )
-            most = min(int(np.iinfo(file.dtype).max), (self.vocab_size or 2**63) - 1)
-            if end_of_text > most:
-                raise ConfigurationError(
-                    f"{file.path}: end_of_text={end_of_text} is no id of its {file.dtype.name} tokens; they are "
-                    f"0 … {most}"
-                )
-        self.given_end_of_text = end_of_text
-        self.files = tuple(
-            file if file.stored_documents else replace(file, end_of_text=end_of_text) for file in self.files
-        )
-
     @property
     def end_of_text(self) -> "int | None":
-        """The id that closes documents: the one given, else what the files' headers say; None where nobody knows, or
+        """The id that closes documents: the one given, else what headers or a manifest say; None where nobody knows, or
         they say different ones.
         """
         if self.given_end_of_text is not None:
             return self.given_end_of_text
-        headers = [read_header(file.path) for file in self.files if file.stored_documents]
-        known = {header.end_of_text for header in headers if header is not None} - {None}
+        known = distinct(self.files, "stored_end_of_text") | distinct(self.files, "end_of_text")
+        known -= {None}
         return known.pop() if len(known) == 1 else None
 
     def with_more(self, more: "TokenReader") -> "TokenReader":
         """A reader of the same source with another reader's files behind its own."""
         boxes: dict[str, Any] = {box: Unpickled() for box in ("_first", "_gather", "_ids")}
         files = (*self.files, *more.files)
-        given = given_with(self, paths=[file.path for file in files])
+        # all of a manifest stands as one path
+        paths = [
+            path for path, _ in itertools.groupby(file.blocks.path if file.blocks else file.path for file in files)
+        ]
+        given = given_with(self, paths=paths)
         return self.changed(files=files, _content=None, _given=given, **boxes)
 
     def part(self, start: int, stop: "int | None" = None) -> "TokenReader":
@@ -307,15 +299,15 @@ class TokenReader(TokenSpace):
 
     @property
     def notes(self) -> str:
-        kinds = "/".join(sorted({file.dtype.name for file in self.files}))
+        kinds = "/".join(sorted(distinct(self.files, "dtype")))
         where = self.files[0].path if len(self.files) == 1 else f"{self.files[0].path} … {len(self.files)} files"
         return f"{where}: {self.samples_per_pass:,} {kinds} tokens"
 
     @property
     def first_tokens(self) -> Int64s:
         if self._first.value is None:
-            tokens = [self.first_token, *(file.tokens for file in self.files)]
-            self._first.value = np.cumsum(tokens, dtype=np.int64)
+            first = np.array([self.first_token], np.int64)
+            self._first.value = np.cumsum(np.concatenate([first, integers(self.files, "tokens")]))
         return self._first.value
 
     @property

@@ -175,6 +175,6 @@ class RowDocuments:
         else:
             array = self._maps[f] = np.ascontiguousarray(ends, np.dtype("<u8"))
             address = array.ctypes.data
-        for entry in np.flatnonzero(self._gather.file == f).tolist():
+        for entry in self._gather.entries_of(f):
             self._entries[entry, 1] = address
             self._arrays[entry] = array

@@ -1,7 +1,7 @@
 """Is a token file what it says? All of it is read once, in blocks: memory does not grow with the file.
 
 sizes, headers    as when it is opened (formats/)
-document ends     ascending, within the tokens, the last one at their end
+document ends     ascending, within the tokens, the last one at their end; all of Megatron's index
 tokens            every id below the vocabulary's size and what the header says is the largest, none negative
 hash              of a file of ours
 beside it         a loss mask of zeros and ones, ids with their hash, scores: one for each token or document
@@ -62,6 +62,8 @@ def verify_token_file(
     """
     given = None if vocab_size is None else as_count("vocab_size", vocab_size)
     file = read_layout(path, dtype)
+    if file.kind == "megatron" and not file.sequences:  # else its document ends are all of the index
+        megatron.check_index(file)
     documents = sum(ends.size for ends in _document_ends(file))
     tokens = _Tokens(file, given)
     header = own.read_header(file.path) if file.kind == "tokenpipe" else None

@@ -9,13 +9,14 @@ Version 2 is written where the journal has more: "grown", "jumps", "excluded", "
 each a list of lists of fields.
 
 `order` is what decides the order besides the files, as "node@source", or "node:*" where all sources agree;
-`sources` are the files by content. More than 32 of either are put into 32 buckets, so that a state stays below 64 KiB.
+`sources` are the files by content, and where a source has several, a few digits of each (file_tags.py), so that errors
+name those that were replaced. More than 32 of either are put into 32 buckets, so that a state stays below 64 KiB.
 How a state is read back: parse.py.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,9 @@ from ..adapters.journal import gone_blends, with_rosters
 from ..datapipes.blend import Blender
 from ..datapipes.core import IndexedDataPipe, nodes_of
 from ..datapipes.errors import JournalError, StateMismatchError
-from ..datapipes.fingerprint import describe_order, order_of, source_contents
+from ..datapipes.file_tags import FINGERPRINT, file_tags, other_files
+from ..datapipes.fingerprint import describe_order, file_digests, order_of, source_contents
+from ..datapipes.formats import TokenLayout
 from ..datapipes.journal import (
     Journal,
     Roster,
@@ -51,6 +54,10 @@ __all__ = [
 FORMAT = "tokenpipe-state"
 MOST_BYTES = 64 * 1024
 MOST_NAMED = 32
+WOULD_DO = (
+    "with the files of the saved run, in their order, in whatever folder, it goes on exactly; with amend=True a source "
+    "of a blend that has other files is another one from the next step on"
+)
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,26 @@ def size_of(state: dict[str, Any]) -> int:
 
 def identity_of(graph: IndexedDataPipe) -> tuple[dict[str, str], dict[str, str]]:
     """(order, sources) of a graph. Reads 64 blocks of each file the first time."""
-    sources = {name: content[:16] for name, content in source_contents(order_of(graph)).items()}
-    return _bucketed(_starred(describe_order(graph))), _bucketed(sources)
+    plain = {name: content[:FINGERPRINT] for name, content in source_contents(order_of(graph)).items()}
+    sources = _bucketed(plain)
+    files = _files(graph, sources)
+    tagged = {
+        name: content + file_tags([d for part in files.get(name, ()) for d in file_digests(part)], len(sources))
+        for name, content in sources.items()
+    }
+    return _bucketed(_starred(describe_order(graph))), tagged
+
+
+def _files(graph: IndexedDataPipe, sources: "Mapping[str, str]") -> "dict[str, list[Sequence[TokenLayout]]]":
+    """{name: [files of each reader]} of a graph's sources, or of the buckets that they are in."""
+    by_name: dict[str, list[Sequence[TokenLayout]]] = {}
+    for node in nodes_of(order_of(graph)):
+        if isinstance(node, TokenReader):
+            by_name.setdefault(node.name, []).append(node.files)
+    found: dict[str, list[Sequence[TokenLayout]]] = {}
+    for name in sorted(by_name):
+        found.setdefault(name if name in sources else _bucket_of(name), []).extend(by_name[name])
+    return found
 
 
 def _starred(lines: dict[str, str]) -> dict[str, str]:
@@ -125,10 +150,17 @@ def _bucketed(lines: dict[str, str]) -> dict[str, str]:
         return lines
     buckets: dict[str, Any] = {}
     for key in sorted(lines):
-        bucket = f"#{hashlib.blake2b(key.encode(), digest_size=1).digest()[0] % MOST_NAMED:02}"
-        digest = buckets.setdefault(bucket, hashlib.blake2b(digest_size=8))
+        digest = buckets.setdefault(_bucket_of(key), hashlib.blake2b(digest_size=FINGERPRINT // 2))
         digest.update(json.dumps([key, lines[key]]).encode())
     return {bucket: digest.hexdigest() for bucket, digest in sorted(buckets.items())}
+
+
+def _bucket_of(key: str) -> str:
+    return f"#{hashlib.blake2b(key.encode(), digest_size=1).digest()[0] % MOST_NAMED:02}"
+
+
+def _untagged(sources: "Mapping[str, str]") -> "dict[str, str]":
+    return {name: content[:FINGERPRINT] for name, content in sources.items()}
 
 
 def _setting(order: dict[str, str], key: str) -> "str | None":
@@ -144,7 +176,7 @@ def mismatches(state: State, graph: IndexedDataPipe) -> list[str]:
     except JournalError as error:
         return [str(error)]
     order, sources = identity_of(graph)
-    if (order, sources) == (state.order, state.sources):
+    if order == state.order and _untagged(sources) == _untagged(state.sources):
         return []
     found = []
     singly = {key.partition("@")[0] for key in (*state.order, *order) if "@" in key}
@@ -154,17 +186,17 @@ def mismatches(state: State, graph: IndexedDataPipe) -> list[str]:
         a, b = _setting(state.order, key), _setting(order, key)
         if a != b:
             found.append(f"{key}: saved {_short(a or 'not there')}, here {_short(b or 'not there')}")
-    paths = _paths(order_of(graph))
+    files = _files(graph, sources)
     for name in sorted(state.sources.keys() | sources.keys()):
         a, b = state.sources.get(name), sources.get(name)
-        if a == b:
-            continue
         if a is None or b is None:
             found.append(f"source {name!r}: {'not in the saved run' if a is None else 'not in this graph'}")
-        else:
-            files = [entry.files for entry in state.journal.grown if entry.source == name]
-            grown = f"; it has grown to {files[-1]} files, which all belong here, in their order" if files else ""
-            found.append(f"source {name!r}: other contents ({', '.join(paths.get(name, []))}){grown}")
+        elif a[:FINGERPRINT] != b[:FINGERPRINT]:
+            here = [file for part in files.get(name, []) for file in part]
+            what = other_files(a, [file.content for file in here], [file.path for file in here])
+            grew = [entry.files for entry in state.journal.grown if entry.source == name]
+            grown = f"; it has grown to {grew[-1]} files, which all belong here, in their order" if grew else ""
+            found.append(f"source {name!r}: other contents ({what}){grown}")
     if not found:  # a node that one side has for every source, and the other for some
         found = [
             f"{key}: saved {state.order.get(key)}, here {order.get(key)}" for key in state.order.keys() ^ order.keys()
@@ -246,15 +278,11 @@ def _shares(weights: dict[str, int]) -> str:
     return ", ".join(f"{source} {weight / total:.11g}" for source, weight in weights.items() if weight)
 
 
-def _paths(graph: IndexedDataPipe) -> dict[str, list[str]]:
-    readers = [node for node in nodes_of(graph) if isinstance(node, TokenReader)]
-    paths = {reader.name: [file.path for file in reader.files] for reader in readers}
-    return {name: [*found[:4], *([f"… {len(found)} files"] if len(found) > 4 else [])] for name, found in paths.items()}
-
-
 def check_same_order(state: State, graph: IndexedDataPipe) -> None:
     """Raises StateMismatchError with every difference, unless the graph has the state's order."""
     if found := mismatches(state, graph):
+        if any(": other contents (" in line for line in found):
+            found.append(f"({WOULD_DO})")
         raise StateMismatchError(
             "this state belongs to another order, so its place means nothing here:\n  " + "\n  ".join(found)
         )

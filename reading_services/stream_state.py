@@ -5,9 +5,10 @@
      "seeds": {"key": 7, "role": "main", "shared": 0, "own": 3}, "seeded": true, "seeds_after": null,
      "service": {"shards": [{"items": 1000, …}]}}
 
-graph: each node by its class, settings, contents and inputs (of more than 32 nodes one digest, "#"). seeds: the seed
-generator at the beginning of the epoch that goes on, or comes next; null: a new one, drawn from torch's generator.
-seeded: whether later epochs go on from it; seeds_after: or from another one, which `seed()` set in the meantime.
+graph: each node by its class, settings, contents and inputs, and a few digits of each of its files (file_tags.py); of
+more than 32 nodes one digest, "#". seeds: the seed generator at the beginning of the epoch that goes on, or comes next;
+null: a new one, drawn from torch's generator. seeded: whether later epochs go on from it; seeds_after: or from another
+one, which `seed()` set in the meantime.
 service: what the reading service's `checkpoint()` gave, as JSON where that is what it was, else in base64; null:
 the place is between two epochs.
 """
@@ -15,12 +16,15 @@ the place is between two epochs.
 import base64
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..datapipes._torch import DataPipe
 from ..datapipes.core import IndexedDataPipe
 from ..datapipes.errors import LoaderError, StateError, StateMismatchError
+from ..datapipes.file_tags import FINGERPRINT, file_tags, other_files
+from ..datapipes.formats import TokenLayout
 from ..datapipes.full_sync import FullSync
 from ..datapipes.names import inputs_of, named_nodes, node_names
 from ..datapipes.rank_group import rank_and_ranks
@@ -188,9 +192,11 @@ class StreamRun:
             found.append("(a stream goes on exactly on the same ranks and workers alone)")
         here = self._identity()
         for name in sorted(state.graph.keys() | here.keys()):
-            if state.graph.get(name) != here.get(name):
-                what = "not here" if name not in here else "not saved" if name not in state.graph else "is another"
-                found.append(f"node {name}: {what}" if what != "is another" else f"node {name}: other settings or data")
+            a, b = state.graph.get(name), here.get(name)
+            if a is None or b is None:
+                found.append(f"node {name}: {'not saved' if a is None else 'not here'}")
+            elif a[:FINGERPRINT] != b[:FINGERPRINT]:
+                found.append(f"node {name}: other settings or data{self._other_files(name, a, b)}")
         if found:
             raise StateMismatchError("this state belongs to another stream:\n  " + "\n  ".join(found[:40]))
         generator = SeedGenerator(0) if state.seeds is None else SeedGenerator.from_state(state.seeds)
@@ -198,6 +204,16 @@ class StreamRun:
         self.through = self.pending is None
         self._generator, self._seeds = generator, state.seeds
         return SeedGenerator.from_state(state.seeds_after) if state.seeds_after else generator, state.seeded
+
+    def _other_files(self, name: str, saved: str, here: str) -> str:
+        files = next((self._files_of(node) for known, node, _ in self._nodes or () if known == name), ())
+        if not files or (len(files) > 1 and saved[FINGERPRINT:] == here[FINGERPRINT:]):
+            return ""
+        return f" ({other_files(saved, [file.content for file in files], [file.path for file in files])})"
+
+    @staticmethod
+    def _files_of(node: DataPipe) -> "Sequence[TokenLayout]":
+        return node.content_files if isinstance(node, StreamingDataPipe) else ()
 
     def _checkpointable(self, what: str) -> CheckpointableReadingServiceInterface:
         if not isinstance(self._service, CheckpointableReadingServiceInterface):
@@ -218,11 +234,15 @@ class StreamRun:
             settings = node.settings if isinstance(node, (StreamingDataPipe, IndexedDataPipe)) else {}
             content = node.content if isinstance(node, StreamingDataPipe) else ""
             found[name] = _digest(json.dumps([*what, settings, content], sort_keys=True, default=str))
-        return found if len(found) <= MOST_NAMED else {"#": _digest(canonical(found).decode())}
+        if len(found) > MOST_NAMED:
+            return {"#": _digest(canonical(found).decode())}
+        files = {name: self._files_of(node) for name, node, _ in self._nodes or ()}
+        reading = sum(map(bool, files.values()))
+        return {name: found[name] + file_tags([file.content for file in files[name]], reading) for name in found}
 
 
 def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(text.encode(), digest_size=FINGERPRINT // 2).hexdigest()
 
 
 def _plain_settings(node: DataPipe) -> "dict[str, Any]":

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from tokenpipe.datapipes import FullSync, IndexedDataPipe, TokenReader, Topology, rank_group
+from tokenpipe.datapipes import FullSync, IndexedDataPipe, TokenReader, Topology, rank_group, read_manifest
 from tokenpipe.datapipes._torch import IterDataPipe
 from tokenpipe.reading_services import (
     DataLoader2,
@@ -375,6 +375,28 @@ def layouts(folder: Path, rank: int, world: int) -> Any:
                 assert loader.consumed_samples == 2 * GLOBAL_BATCH
             found.setdefault(layout, {})[cut] = [vars(topology), batches]
     return found
+
+
+def manifests(folder: Path, rank: int, world: int) -> Any:
+    """What each rank reads of manifests, and which files it opens for that; errors; a group of two ranks."""
+    opened: list[str] = []
+    sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
+
+    def seen(name: str, group: Any = None) -> Any:
+        opened.clear()
+        manifest = read_manifest(folder / name, group)
+        mine = [path for path in opened if path.startswith(str(folder))]
+        return [TokenReader(manifest).content, [file.path for file in manifest.files], mine]
+
+    pair = dist.new_group([1, 2], backend="gloo")
+    return {
+        "all": seen("all.manifest"),
+        "missing": caught(lambda: seen("none.manifest")),
+        "damaged": caught(lambda: seen("damaged.manifest")),
+        "again": seen("all.manifest"),
+        "pair": seen("all.manifest", pair) if rank else None,
+        "outside": caught(lambda: seen("all.manifest", pair)) if not rank else None,
+    }
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -329,6 +330,25 @@ def test_damaged_ends_and_sidecars_are_named_with_their_place(tmp_path):
     pair.with_suffix(".idx").write_bytes(index)
     with pytest.raises(TokenFileError, match=r"sequence 2 has 5 tokens"):
         verify_token_file(pair)
+
+
+@pytest.mark.parametrize("documents", [200_000, 0])
+@pytest.mark.parametrize("place", [34 + 4 * 8000, 34 + 4 * 200_000 + 8 * 199_000])
+def test_all_of_megatrons_index_is_verified_however_long_it_is(tmp_path, place, documents):
+    """When it is opened a long one is looked at in stretches, and these places are between them."""
+    count = 200_000
+    np.arange(count, dtype="<u2").tofile(tmp_path / "a.bin")
+    index = bytearray(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, count, documents + 1))
+    index += np.ones(count, "<i4").tobytes() + np.arange(0, 2 * count, 2, "<i8").tobytes()
+    index += np.arange(documents + 1, dtype="<i8").tobytes()
+    (tmp_path / "a.idx").write_bytes(index)
+    assert verify_token_file(tmp_path / "a.bin").documents == documents
+    index[place] ^= 2
+    (tmp_path / "a.idx").write_bytes(index)
+    if place < 34 + 4 * count:
+        TokenReader(tmp_path / "a.bin")
+    with pytest.raises(TokenFileError, match=r"a\.idx: its sequences do not lie end to end"):
+        verify_token_file(tmp_path / "a.bin")
 
 
 def test_ids_of_another_file_or_damaged_are_seen(tmp_path):

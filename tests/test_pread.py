@@ -17,7 +17,18 @@ import pytest
 
 from contract import all_same
 from tokenpipe.adapters import SkipErrors
-from tokenpipe.datapipes import TokenFileWriter, TokenReader, Topology, descriptors, gather, kernels, load_recipe
+from tokenpipe.datapipes import (
+    TokenFileWriter,
+    TokenReader,
+    Topology,
+    descriptors,
+    gather,
+    kernels,
+    load_nanotron,
+    load_recipe,
+    read_tokens,
+)
+from tokenpipe.datapipes.core import nodes_of
 from tokenpipe.datapipes.errors import ConfigurationError, TokenFileError
 from tokenpipe.datapipes.gather import TokenGather, all_gathers
 from tokenpipe.datapipes.routes import plan_of
@@ -324,6 +335,24 @@ def test_the_compiled_kernel_reads_on_too(tmp_path, monkeypatch):
 
 
 # Arguments --------------------------------------------------------------------------------------------------
+
+
+def test_read_tokens_and_nanotrons_configs_pass_io_on(tmp_path):
+    paths = [str(raw(tmp_path, name, 500)) for name in ("a", "b")]
+    config = {
+        "data_stages": [{"name": "all", "start_training_step": 1, "data": {"dataset": {"dataset_folder": paths}}}],
+        "tokens": {"sequence_length": 8, "micro_batch_size": 2, "batch_accumulation_per_replica": 1},
+        "parallelism": {"dp": 1},
+    }
+    for build in (lambda **io: read_tokens(paths, 8, 7, "uint16", **io).batch_samples(2).collate_causal_lm(),
+                  lambda **io: load_nanotron(config, dtype="uint16", **io)):  # fmt: skip
+        mapped, read = build(), build(io="pread")
+        assert {node.io for node in nodes_of(read) if isinstance(node, TokenReader)} == {"pread"}
+        assert mapped.fingerprint() == read.fingerprint()
+        assert all_same(mapped[3], read[3])
+        assert load_recipe(read.recipe()).fingerprint() == read.fingerprint()
+    with pytest.raises(ConfigurationError, match="'pread' would do"):
+        read_tokens(paths, 8, 7, "uint16", io="aio")
 
 
 def test_a_recipe_says_how_files_are_read(tmp_path):

@@ -54,8 +54,7 @@ class LabelRules:
         if "end_of_text" in rules:
             self._ends = np.array([_end_of_text(leaf) for leaf in plan.leaves], np.int64)
         if "unscored" in rules:
-            masks = dict(zip(map(id, gather.files), loss_layouts(gather.files), strict=True))
-            self._scores = TokenGather(gather.spaces, files=lambda file: masks[id(file)])
+            self._scores = TokenGather(gather.spaces, files=loss_layouts)
 
     def counting(
         self, rows: Rows, labels: np.ndarray, documents: "DocumentFill | None", cut: Cut, where: "Int64s | None"

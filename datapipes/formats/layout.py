@@ -2,6 +2,7 @@
 
 import functools
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from ..cache import CachedArrays, mapped
 from ..errors import ConfigurationError, TokenFileError
 
-__all__ = ["DTYPES", "TokenLayout", "as_dtype", "exists", "local_path", "loss_path"]
+__all__ = ["DTYPES", "BlockSums", "TokenLayout", "as_dtype", "exists", "local_path", "loss_path"]
 
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "uint32", "int32", "int64")}
 """The dtypes that tokens are stored in, little-endian."""
@@ -48,6 +49,42 @@ def loss_path(path: "str | os.PathLike[str]") -> Path:
 
 
 @dataclass(frozen=True)
+class BlockSums:
+    """Where a manifest (manifest.py) has the CRC-32 of every `block` bytes of one token file.
+
+    path: of the manifest. first: the byte in it of the first of `count` sums. crc: of these sums. mark: the manifest's
+    own CRC, by which it is known to be the one that was read.
+    """
+
+    path: str
+    first: int
+    count: int
+    block: int
+    crc: int
+    mark: int
+
+    def sums(self) -> npt.NDArray[np.uint32]:
+        """uint32 (count,): a CRC-32 each, mapped. Raises TokenFileError for a manifest that changed or is damaged."""
+        data = _mapped_manifest(self.path, self.mark)
+        found = data[self.first : self.first + 4 * self.count]
+        if found.size != 4 * self.count or zlib.crc32(found.data) != self.crc:
+            raise TokenFileError(f"{self.path}: the sums in this manifest are damaged (CRC-32 does not match)")
+        return found.view("<u4")
+
+
+@functools.lru_cache(maxsize=8)
+def _mapped_manifest(path: str, mark: int) -> npt.NDArray[np.uint8]:
+    """All bytes of a manifest, as long as an array over them is left."""
+    try:
+        data = np.memmap(local_path(path), np.uint8, "r")
+    except (OSError, ValueError) as error:  # ValueError: it is empty
+        raise TokenFileError(getattr(error, "errno", None), f"cannot map the manifest: {error}", path) from error
+    if int.from_bytes(data[12:16].tobytes(), "little") != mark:
+        raise TokenFileError(f"{path}: the manifest was replaced after it was read; read it again")
+    return data.view(np.ndarray)
+
+
+@dataclass(frozen=True)
 class TokenLayout:
     """Where the tokens of one file are.
 
@@ -58,6 +95,14 @@ class TokenLayout:
     max_token_id, vocab_size: what a header promises, or None.
     end_of_text: the id that closes documents, where their ends are not stored but found by a scan (document_ends.py).
     kind: what the file is, for people.
+    stored_hash, stored_end_of_text: what the header of a file of ours says of its contents, and which id closes its
+    documents.
+
+    What a manifest knows of the file, so that nothing is opened for it: digest, ends_digest, loss_digest: the
+    fingerprints of its contents, of `ends_path` and of its loss mask, 64 hex digits. known_documents: how many it has,
+    stored or found. has_loss: whether a loss mask lies beside it; None: nobody looked. blocks: the sums of its bytes.
+    ends_hash, loss_hash: BLAKE2b-256 of all bytes, as `whole_hash` of a layout of one of these.
+    verify: how much of that this reader compares (checks.py).
     """
 
     path: str
@@ -74,10 +119,27 @@ class TokenLayout:
     ends_path: str = ""
     ends_size: int = 0
     sequences: int = 0
+    stored_hash: str = ""
+    stored_end_of_text: "int | None" = None
+    digest: str = ""
+    ends_digest: str = ""
+    known_documents: "int | None" = None
+    has_loss: "bool | None" = None
+    blocks: "BlockSums | None" = None
+    ends_hash: str = ""
+    loss_digest: str = ""
+    loss_hash: str = ""
+    whole_hash: str = ""
+    verify: str = "size"
 
     @property
     def local(self) -> Path:
         return local_path(self.path)
+
+    @property
+    def known_since(self) -> str:
+        """When it was looked at, for people."""
+        return f"the manifest {self.blocks.path} was made" if self.blocks else "the graph was built"
 
     @property
     def itemcode(self) -> int:
@@ -89,19 +151,21 @@ class TokenLayout:
         """Its fingerprint as a part of names, read once. Raises TokenFileError."""
         from ..fingerprint import file_digest  # which knows of layouts
 
-        return file_digest(self).hex()
+        return self.digest or file_digest(self).hex()
 
     @functools.cached_property
     def ends_content(self) -> str:
         """The fingerprint of the file that its document ends are in; "" where that is the file itself, or none."""
         if not self.ends_path:
             return ""
+        if self.ends_digest:
+            return self.ends_digest
         try:
             size = local_path(self.ends_path).stat().st_size
         except OSError as error:
             raise TokenFileError(error.errno, f"cannot open the index: {error.strerror}", self.ends_path) from error
         if size != self.ends_size:
-            raise TokenFileError(f"{self.ends_path}: was cut or written to after the graph was built")
+            raise TokenFileError(f"{self.ends_path}: was cut or written to after {self.known_since}")
         return TokenLayout(self.ends_path, DTYPES["uint8"], 0, size, size).content
 
     @property
@@ -112,7 +176,9 @@ class TokenLayout:
     @property
     def documents(self) -> int:
         """How many the file has, 0 where nobody knows. The first time, a file without stored ends is scanned."""
-        return self.stored_documents or (0 if self.end_of_text is None else self._scanned().numbers[1])
+        if self.stored_documents or self.end_of_text is None:
+            return self.stored_documents
+        return self._scanned().numbers[1] if self.known_documents is None else self.known_documents
 
     def document_ends(self) -> npt.NDArray[np.uint64]:
         """Cumulative document ends in tokens, uint64 (documents,), mapped from the file that stores them, or from
@@ -120,6 +186,10 @@ class TokenLayout:
 
         Raises TokenFileError.
         """
+        if self.verify != "size":
+            from ..checks import check_ends  # which knows of layouts
+
+            check_ends(self)
         if self.ends_are_made:
             return mapped(self._scanned()).view(np.uint64)
         if not self.stored_documents:
@@ -132,7 +202,7 @@ class TokenLayout:
         except OSError as error:
             raise TokenFileError(error.errno, f"cannot open the document ends: {error.strerror}", str(path)) from error
         except ValueError as error:  # shorter than what is to be mapped
-            raise TokenFileError(f"{path}: was cut or written to after the graph was built") from error
+            raise TokenFileError(f"{path}: was cut or written to after {self.known_since}") from error
 
     def _scanned(self) -> CachedArrays:
         from ..document_ends import scanned  # which knows of layouts

@@ -21,7 +21,8 @@ def list_token_files(path: "str | os.PathLike[str]") -> list[str]:
     """The token files of a path, in the order of their names (by code point, the same on every machine).
 
     A folder gives all of its own, not those of folders in it; a pattern ("data/*.bin", "**" for any folders) all that
-    it fits. Sidecars and indexes are left out, a pair of Megatron's is one file. A path that is neither is one file.
+    it fits. Sidecars, indexes and manifests are left out, a pair of Megatron's is one file. A path that is neither is
+    one file.
 
     Raises TokenFileError for a folder or a pattern without token files, and for a folder with something that is none.
     """
@@ -36,7 +37,9 @@ def list_token_files(path: "str | os.PathLike[str]") -> list[str]:
         return [text]
     fitting = glob.glob(local, recursive=True)  # noqa: PTH207 - patterns may be absolute
     found = [name for name in fitting if not Path(name).is_dir()]
-    files = sorted({_data_name(name) for name in found if not _is_beside(name, os.path.exists)})
+    if not local.endswith(".manifest"):  # else manifests are what was meant
+        found = [name for name in found if not _is_beside(name, os.path.exists)]
+    files = sorted({_data_name(name) for name in found})
     if not files:
         raise TokenFileError(f"{text}: no token file fits this pattern, looked for from {Path.cwd()}")
     return files
@@ -67,7 +70,7 @@ def _data_name(name: str) -> str:
 
 def _is_beside(name: str, is_there: "Callable[[str], bool]") -> bool:
     """Whether a file of this name belongs to another one that is there: scores, ids, a loss mask, an index."""
-    if name.endswith(_BESIDE):
+    if name.endswith(_BESIDE) or name.endswith(".manifest"):
         return True
     stem, dot, suffix = name.rpartition(".")
     if dot + suffix in _SIDECARS:

@@ -30,7 +30,7 @@ from ..errors import ConfigurationError, TokenFileError
 from .layout import DTYPES, TokenLayout, exists, local_path
 from .writer import DocumentWriter, chosen_dtype
 
-__all__ = ["MegatronWriter", "data_path", "document_ends"]
+__all__ = ["MegatronWriter", "check_index", "data_path", "document_ends"]
 
 MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -190,6 +190,20 @@ def document_ends(file: TokenLayout) -> "Iterator[npt.NDArray[np.int64]]":
         if isinstance(error, TokenFileError):
             raise
         raise TokenFileError(error.errno, f"cannot read the index: {error.strerror or error}", str(index)) from error
+
+
+def check_index(file: TokenLayout) -> None:
+    """Raises TokenFileError unless all of a pair's index is sound, also where its sequences make up no documents."""
+    index = _index_path(file.path)
+    try:
+        with index.open("rb") as handle:
+            found = _checked(file.path, index, handle, file.size)
+    except OSError as error:
+        if isinstance(error, TokenFileError):
+            raise
+        raise TokenFileError(error.errno, f"cannot read the index: {error.strerror or error}", str(index)) from error
+    for _ in document_ends(found):
+        pass
 
 
 class MegatronWriter(DocumentWriter):

@@ -65,9 +65,11 @@ def layout(path: str, head: bytes, size: int, dtype: "np.dtype | None") -> Token
         )
     if tokens == 0:
         raise TokenFileError(f"{path}: the token file is empty; a source needs at least one token")
+    header = parse_header(head)
     return TokenLayout(
-        path, stored, HEADER, tokens, size, documents, ends_offset, largest, vocab_size or None, kind="tokenpipe"
-    )
+        path, stored, HEADER, tokens, size, documents, ends_offset, largest, vocab_size or None, kind="tokenpipe",
+        stored_hash=header.digest.hex(), stored_end_of_text=header.end_of_text,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

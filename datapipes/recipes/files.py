@@ -19,6 +19,8 @@ def read_tokens(
     dtype: object = None,
     order: "str | None" = None,
     num_samples: "int | None" = None,
+    io: str = "mmap",
+    verify: str = "size",
 ) -> IndexedDataPipe:
     """Token files as a shuffled blend: readers, slices, permutes and the blend over them.
 
@@ -30,6 +32,8 @@ def read_tokens(
         dtype: for raw files.
         order: None, or "nanoset": Nanoset's own order, bit for bit, at its costs (see NanosetOrder).
         num_samples: samples of the run; with order="nanoset" required, else `.limit(samples=num_samples)`.
+        io: "mmap" or "pread", how the files are read; verify: "size", "open" or "read", how much of what a manifest
+            says of them is compared (see TokenReader).
 
     Raises ConfigurationError, WeightsError, TokenFileError.
     """
@@ -46,7 +50,10 @@ def read_tokens(
         raise ConfigurationError("spec names no token file")
     if order not in (None, "nanoset"):
         raise ConfigurationError(f"order is {order!r}; None (the blend) or 'nanoset' would do")
-    readers = [TokenReader(path, dtype, name) for path, name in zip(paths, source_names(paths), strict=True)]
+    readers = [
+        TokenReader(path, dtype, name, io=io, verify=verify)
+        for path, name in zip(paths, source_names(paths), strict=True)
+    ]
     slices = [reader.slice_sequences(sequence_length) for reader in readers]
     if order == "nanoset":
         if num_samples is None:

@@ -55,6 +55,8 @@ def load_nanotron(
     micro_batch_size: "int | None" = None,
     folder: "str | os.PathLike[str] | None" = None,
     dtype: object = None,
+    io: str = "mmap",
+    verify: str = "size",
 ) -> IndexedDataPipe:
     """The graph of a Nanotron config with data stages: sources, their blend by stages, ranks, batches, tensors.
 
@@ -68,6 +70,8 @@ def load_nanotron(
         topology: this process's place. micro_batch_size: in place of the config's.
         folder: where relative paths begin; left out: the current one, as in Nanotron.
         dtype: of raw files; left out: by the data set's `token_size_in_bytes` (2 or 4).
+        io: "mmap" or "pread", how the files are read; verify: "size", "open" or "read", how much of what a manifest
+            says of them is compared (see TokenReader).
 
     Raises RecipeError for what cannot be followed, with its place: text data sets (tokenize them first), datatrove's
     `.ds` folders (not read so far), a sequence_length that changes between stages, dataset_max_tokens.
@@ -75,7 +79,7 @@ def load_nanotron(
     document, _ = parse(config)
     if topology is not None and not isinstance(topology, Topology):
         raise ArgumentTypeError(f"topology must be a Topology, got {topology!r}")
-    return _Config(document, "" if folder is None else os.fspath(folder), dtype).graph(
+    return _Config(document, "" if folder is None else os.fspath(folder), dtype, io, verify).graph(
         topology or Topology(), micro_batch_size
     )
 
@@ -89,8 +93,9 @@ class _Stage:
 
 
 class _Config:
-    def __init__(self, document: Document, folder: str, dtype: object) -> None:
+    def __init__(self, document: Document, folder: str, dtype: object, io: str, verify: str) -> None:
         self.document, self.folder, self.dtype = document, folder, dtype
+        self.io, self.verify = io, verify
         self.config = self.document.mapping(document.value, ())
 
     def graph(self, topology: Topology, micro_batch_size: "int | None") -> IndexedDataPipe:
@@ -203,7 +208,7 @@ class _Config:
             dtype = stage.dtype if self.dtype is None else self.dtype
             where = os.path.join(self.folder, path)  # noqa: PTH118  # an URL stays one
             with self.document.placed(stage.at):
-                reader = TokenReader(where, dtype, name or Path(path).stem)
+                reader = TokenReader(where, dtype, name or Path(path).stem, io=self.io, verify=self.verify)
                 found[path] = reader.slice_sequences(self.sequence_length).permute(seed=stage.seed)
         return found
 

@@ -29,14 +29,17 @@ node's attributes say then is its place, so a node sets them *before* it yields:
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from .._torch import IterDataPipe
 from ..errors import StateError
 from ..fluent import FluentStreams
+
+if TYPE_CHECKING:
+    from ..formats import TokenLayout
 
 __all__ = ["OUTER", "StreamingDataPipe", "as_plain"]
 
@@ -68,6 +71,11 @@ class StreamingDataPipe(IterDataPipe, FluentStreams):
     def content(self) -> str:
         """What the node reads, as a hash; "" where it reads nothing. Computed when a state is saved or loaded."""
         return ""
+
+    @property
+    def content_files(self) -> "Sequence[TokenLayout]":
+        """The files that `content` is of, so that an error can name those that were replaced."""
+        return ()
 
     def __iter__(self) -> "Iterator[Any]":
         raise NotImplementedError(f"{type(self).__name__} has no __iter__: a loop over the attributes of its state")

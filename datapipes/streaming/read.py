@@ -55,9 +55,13 @@ class JsonLinesReader(StreamingDataPipe):
         return {"column": self.column, "files": len(self.files)}
 
     @functools.cached_property
-    def content(self) -> str:
+    def content_files(self) -> "list[TokenLayout]":
         bytes_ = np.dtype(np.uint8)
-        return files_fingerprint([TokenLayout(file.path, bytes_, 0, file.size, file.size) for file in self.files])
+        return [TokenLayout(file.path, bytes_, 0, file.size, file.size) for file in self.files]
+
+    @functools.cached_property
+    def content(self) -> str:
+        return files_fingerprint(self.content_files)
 
     def __iter__(self) -> "Iterator[str]":
         while self.file < len(self.files):

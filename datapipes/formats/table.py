@@ -1,0 +1,154 @@
+"""Layouts of many files as columns: 100,000 of them are made, pickled and added up without a Python object a file."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from .layout import DTYPES, BlockSums, TokenLayout
+
+__all__ = ["FileList", "LayoutTable", "distinct", "integers", "itemcodes", "joined_paths", "parts_of"]
+
+
+class LayoutTable(Sequence[TokenLayout]):
+    """The files of one manifest, or a stretch of them, as layouts that are made when they are looked at.
+
+    columns: {field of TokenLayout: a value a file, or one for all}. files: how many. folder: where relative paths
+    begin. sums: (the manifest, the byte where its sums begin, bytes a block, the manifest's CRC).
+    """
+
+    def __init__(
+        self, columns: "dict[str, list[Any]]", files: int, folder: str, sums: "tuple[str, int, int, int]"
+    ) -> None:
+        self._columns, self._files, self._folder, self._sums = columns, files, folder, sums
+        self._start, self._count = 0, files
+        self._made: dict[int, TokenLayout] = {}
+
+    def __getstate__(self) -> "dict[str, Any]":
+        return {**self.__dict__, "_made": {}, "_firsts": None}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def key(self) -> "tuple[int, int, int]":
+        """The same for tables of the same files."""
+        return id(self._columns), self._start, self._count
+
+    @property
+    def path(self) -> str:
+        """The manifest's."""
+        return self._sums[0]
+
+    @overload
+    def __getitem__(self, at: int) -> TokenLayout: ...
+    @overload
+    def __getitem__(self, at: slice) -> "LayoutTable": ...
+    def __getitem__(self, at: "int | slice") -> "TokenLayout | LayoutTable":
+        picked = range(self._start, self._start + self._count)[at]
+        if isinstance(picked, int):
+            found = self._made.get(picked)
+            return self._layout(picked) if found is None else found
+        if picked.step != 1:
+            raise ValueError("a stretch of files has no step")
+        part = object.__new__(LayoutTable)
+        part.__dict__ = {**self.__dict__, "_start": picked.start, "_count": len(picked)}
+        return part
+
+    def __iter__(self) -> Iterator[TokenLayout]:
+        return map(self.__getitem__, range(self._count))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(TokenLayout.__eq__, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def with_field(self, name: str, value: Any) -> "LayoutTable":
+        """The same files with one value of a field for all."""
+        other = object.__new__(LayoutTable)
+        other.__dict__ = {**self.__dict__, "_columns": {**self._columns, name: [value]}, "_made": {}}
+        return other
+
+    def column(self, name: str) -> "list[Any]":
+        """A field of each file, or of all of them in a list of one."""
+        column = self._columns[name]
+        if name in ("path", "ends_path"):
+            column = joined_paths(self._folder, column)
+        return column if len(column) == 1 else column[self._start : self._start + self._count]
+
+    def _layout(self, at: int) -> TokenLayout:
+        fields = {name: column[at if len(column) > 1 else 0] for name, column in self._columns.items()}
+        for name in ("path", "ends_path"):
+            fields[name] = joined_paths(self._folder, [fields[name]])[0]
+        fields["dtype"] = DTYPES[fields["dtype"]]
+        path, begin, block, mark = self._sums
+        crc = fields.pop("sums_crc")
+        first, stop = (int(before) for before in self._blocks_before()[at : at + 2])
+        blocks = BlockSums(path, begin + 4 * first, stop - first, block, crc, mark)
+        # two threads that make it at once take the same one
+        return self._made.setdefault(at, TokenLayout(**fields, blocks=blocks))
+
+    def _blocks_before(self) -> npt.NDArray[np.int64]:
+        """(files + 1,): how many blocks the files before each have."""
+        firsts = self.__dict__.get("_firsts")
+        if firsts is None:
+            size = np.broadcast_to(np.array(self._columns["size"], np.int64), (self._files,))
+            self._firsts = firsts = np.concatenate(([0], np.cumsum(-(-size // self._sums[2]))))
+        return firsts
+
+
+def joined_paths(folder: str, paths: "list[str]") -> "list[str]":
+    """Paths from a folder on; those that are absolute, URLs or empty as they are."""
+    before = f"{folder.rstrip('/')}/" if folder else ""
+    return [path if path[:1] in ("/", "") or "://" in path else before + path for path in paths]
+
+
+def integers(files: "Sequence[TokenLayout]", name: str) -> npt.NDArray[np.int64]:
+    """int64 (files,): a field of each."""
+    if isinstance(files, LayoutTable):
+        return np.array(np.broadcast_to(np.array(files.column(name), np.int64), (len(files),)))
+    return np.fromiter((getattr(file, name) for file in files), np.int64, len(files))
+
+
+def distinct(files: "Sequence[TokenLayout]", name: str) -> "set[Any]":
+    """Which values a field has; a dtype by its name."""
+    if isinstance(files, LayoutTable):
+        return set(files.column(name))
+    found = {getattr(file, name) for file in files}
+    return {dtype.name for dtype in found} if name == "dtype" else found
+
+
+def parts_of(files: "Sequence[TokenLayout]") -> "list[Sequence[TokenLayout]]":
+    """What these are put together of."""
+    return files.parts if isinstance(files, FileList) else [files]
+
+
+def itemcodes(files: "Sequence[TokenLayout]") -> npt.NDArray[np.int64]:
+    """int64 (files,): the kernels' code for each one's dtype."""
+    if not isinstance(files, LayoutTable):
+        return integers(files, "itemcode")
+    names = files.column("dtype")
+    code = {name: files[names.index(name)].itemcode for name in set(names)}
+    return np.array(np.broadcast_to(np.array([code[name] for name in names], np.int64), (len(files),)))
+
+
+class FileList(Sequence[TokenLayout]):
+    """Sequences of files, end to end, none of which is copied."""
+
+    def __init__(self, parts: "Iterable[Sequence[TokenLayout]]") -> None:
+        self.parts = [part for part in parts if len(part)]
+        self._stops = np.cumsum([len(part) for part in self.parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._stops[-1]) if self.parts else 0
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[i] for i in range(len(self))[at]]
+        at = range(len(self))[at]
+        part = int(np.searchsorted(self._stops, at, side="right"))
+        return self.parts[part][at - (int(self._stops[part - 1]) if part else 0)]
+
+    def __iter__(self) -> Iterator[TokenLayout]:
+        return (file for part in self.parts for file in part)
