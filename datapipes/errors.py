@@ -14,6 +14,7 @@ Each is also the built-in that a caller would catch without knowing us:
     ├── NodeTimeoutError (TimeoutError)       a node that did not give an item in its time
     ├── SkipBudgetError (RuntimeError)        more samples that cannot be made than `SkipErrors` allows
     ├── TokenFileError (OSError)              a file that is missing, cut, or not what it says
+    │   └── RemoteFileError                   one behind a URL: missing, changed, or not to be had for now
     ├── TokenIdError (ValueError)             a token id that does not fit
     ├── CertificateError (ValueError)         a certificate file that is damaged, or none of ours
     ├── DocumentError (ValueError)            a text that cannot be read as documents: file, line, what is wrong
@@ -51,6 +52,7 @@ __all__ = [
     "OutOfRangeError",
     "RankError",
     "RecipeError",
+    "RemoteFileError",
     "SkipBudgetError",
     "SourceExhaustedError",
     "SourceGoneError",
@@ -114,6 +116,17 @@ class SkipBudgetError(TokenpipeError, RuntimeError):
 
 class TokenFileError(TokenpipeError, OSError):
     """A token file that is missing, empty, cut, or not what its header or its caller says."""
+
+
+class RemoteFileError(TokenFileError):
+    """A file behind a URL that is missing, may not be read, has changed, or did not come in all the tries there are.
+
+    `errno` is ENOENT, EACCES, ESTALE (changed since it was looked up), ENOSPC (no room in the shard cache), else EIO;
+    `filename` the URL without credentials.
+    """
+
+    attempts: "tuple[str, ...]" = ()
+    """What each try came to, and after how many seconds."""
 
 
 class TokenIdError(TokenpipeError, ValueError):

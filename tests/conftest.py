@@ -43,10 +43,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: "list[pytest.Ite
 
 @pytest.fixture(scope="session", autouse=True)
 def index_cache(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Path]":
-    """Where the tests and their processes keep document ends and plans of rows: not where the user does."""
+    """Where the tests and their processes keep document ends, plans of rows and shards: not where the user does."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("index-cache")
         patch.setenv("TOKENPIPE_CACHE", str(folder))
+        patch.setenv("TOKENPIPE_SHARDS", str(folder / "shards"))
         yield folder
 
 
