@@ -105,7 +105,7 @@ def _as_json(record: ContentsRecord, documents: "list[RowDocument]", texts: "lis
 
 def _decoder(loader: DataLoader2, spec: "str | None") -> Decode:
     """What decodes the run's tokens. Raises ConfigurationError where nothing says how."""
-    headers = [read_header(space.files[0].path) for spaces in spaces_in(loader).values() for space in spaces]
+    headers = [read_header(space.files[0]) for spaces in spaces_in(loader).values() for space in spaces]
     made_by = {header.tokenizer: header.tokenizer_hash for header in headers if header is not None and header.tokenizer}
     if spec is None and set(made_by) != {"byte"}:
         said = f"made with {', '.join(map(repr, made_by))}" if made_by else "of a kind that does not say what made them"

@@ -74,7 +74,7 @@ def header(reader: "TokenReader", tokenizer: Any) -> Iterator[tuple[str, str]]:
     from ..datapipes.formats.own import read_header
 
     file = reader.files[0]
-    own = read_header(file.path)
+    own = read_header(file)
     said = read_metadata(file.path) if file.kind == "datatrove" else None
     ids = reader.document_ids()[0]
     yield "file", f"{file.path}: {file.size:,} bytes"

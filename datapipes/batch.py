@@ -8,9 +8,10 @@ import numpy as np
 
 from ._torch import functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count, in_blocks, sample_node
-from .errors import BatchSizeError, ConfigurationError
+from .errors import BatchSizeError, ConfigurationError, RemoteFileError
 from .gather import Columns, TokenGather
 from .pages import READ_AHEAD_BATCHES, WATCH, ReadAhead
+from .remote_pieces import RemotePieces
 from .routes import plan_of, stacked
 from .salvage import RowSkipper, SkipLedger
 from .shard import sharder_of
@@ -167,7 +168,43 @@ class SampleBatcher(IndexedDataPipe):
 
     def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Rows]:
         stop = self.end if stop is None else min(stop, self.end)
-        return in_blocks(self._rows, start, stop)
+        return in_blocks(functools.partial(self._followed, stop), start, stop)
+
+    def _followed(self, stop: int, batches: Int64s) -> Iterator[Rows]:
+        """The same of batches after which others come, up to `stop`: what is remote of them is fetched ahead."""
+        remote = self.remote_pieces()
+        return self._rows(batches) if remote is None else self._fetched(remote, batches, stop)
+
+    def _fetched(self, remote: RemotePieces, batches: Int64s, stop: int) -> Iterator[Rows]:
+        rows = self._rows(batches)
+        with remote.ahead.follow(self, int(batches[0]), stop, self.reads) as ahead:
+            for number in batches.tolist():
+                ahead.before(number)
+                try:
+                    found = next(rows)
+                except RemoteFileError as error:
+                    if hasattr(error, "add_note"):  # Python 3.11
+                        sample = int(self.sample_numbers(np.array([number], np.int64))[0])
+                        error.add_note(f"in batch {number + self.skipped_items}, sample numbers from {sample} on")
+                    raise
+                yield found
+
+    def remote_pieces(self) -> "RemotePieces | None":
+        """What of the token files is remote; None: nothing, or rows are made of it by a map."""
+        gather = plan_of(self.datapipe).gather and plan_of(sample_node(self.datapipe)).gather
+        return None if gather is None else gather.remote
+
+    def stretches_of(self, first: int, stop: int, columns: Any) -> "tuple[Int64s, Int64s, int]":
+        """What batches [first, stop) read, as `TokenGather.stretches` says, and the tokens of one batch."""
+        child, b = self.datapipe, self.micro_batch_size
+        order = sample_node(child)
+        plan = plan_of(order)
+        assert plan.gather is not None  # who asks has found remote pieces
+        samples = child.sample_numbers(np.arange(first * b, min(stop * b, child.end), dtype=np.int64))
+        starts, real = np.full(samples.size, -1, np.int64), samples < order.last_sample
+        starts[real] = plan.starts(samples[real] - order.first_sample)[1]
+        places, counts = plan.gather.stretches(starts, plan.width, columns)
+        return places, counts, int(np.broadcast_to(counts, places.shape).sum()) // max(1, samples.size) * b
 
     def _rows(self, batches: Int64s, columns: Any = None) -> Iterator[Rows]:
         """All batches routed at once; each then gathered only when it is asked for."""

@@ -23,12 +23,11 @@ from .errors import ArgumentTypeError, ConfigurationError
 from .formats import DocumentIds, TokenLayout
 from .formats.datatrove import DatatroveWriter, read_metadata
 from .formats.ids import DocumentIdsWriter, ids_path
-from .formats.layout import loss_path
 from .formats.llmc import LlmcWriter
 from .formats.megatron import MegatronWriter
 from .formats.own import TokenFileWriter, read_header
 from .formats.writer import DocumentWriter
-from .loss_masks import as_loss_mask, loss_layouts
+from .loss_masks import as_loss_mask, has_loss_masks, loss_layouts
 from .read import TokenReader
 from .scores import list_scores
 
@@ -172,7 +171,7 @@ def _check_output(output: Path, kind: str, files: "Sequence[TokenLayout]") -> No
             "another name would do"
         )
     for file in files:
-        if output.exists() and output.samefile(file.local):
+        if file.remote is None and output.exists() and output.samefile(file.local):
             raise ConfigurationError(f"{output}: is one of the inputs; another name would do")
 
 
@@ -225,7 +224,7 @@ def _settings(kind: str, reader: TokenReader, vocab_size: "int | None") -> "tupl
 
 def _tokenizer(file: TokenLayout) -> "tuple[str, bytes]":
     """(name, hash) as the file says; "" and no bytes where it does not."""
-    header = read_header(file.path)
+    header = read_header(file)
     if header is not None:
         return header.tokenizer, header.tokenizer_hash.rstrip(b"\0")
     said = read_metadata(file.path) if file.kind == "datatrove" else None
@@ -244,7 +243,7 @@ def _dtype(kind: str, files: "Sequence[TokenLayout]") -> str:
 
 def _blocks(file: TokenLayout) -> "Iterator[tuple[Int64s, np.ndarray, np.ndarray | None]]":
     """(int64 (n,) ends of n whole documents in these tokens, (t,) tokens, bool (t,) mask or None) … of a file."""
-    mask = loss_layouts([file])[0].local if loss_path(file.path).exists() else None
+    mask = loss_layouts([file])[0].local if has_loss_masks([file]) else None
     whole = [(0, np.array([0, file.tokens], np.int64))]
     for _, ends in checked_ends(file) if file.documents else whole:
         at = 0  # of the documents of this chunk, those before it are done

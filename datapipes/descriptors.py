@@ -44,7 +44,7 @@ class OpenFile:
     def __init__(self, file: TokenLayout) -> None:
         self.handle = -1
         self._file = file
-        self.handle = open_checked(file.local, file.size, since=file.known_since)
+        self.path, self.handle = file.opened(lambda path: (path, open_checked(path, file.size, since=file.known_since)))
         if hasattr(os, "posix_fadvise"):  # as maps are: windows are asked for as they are
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self.handle, 0, 0, os.POSIX_FADV_RANDOM)
@@ -65,7 +65,7 @@ class OpenFile:
                 count = os.preadv(self.handle, [into], at)
             except OSError as error:
                 raise TokenFileError(
-                    error.errno, f"cannot be read at byte {at}: {error.strerror}", str(file.local)
+                    error.errno, f"cannot be read at byte {at}: {error.strerror}", file.path
                 ) from error
             if not count:
                 raise TokenFileError(

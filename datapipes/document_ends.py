@@ -23,6 +23,7 @@ from .core import Int64s
 from .errors import ConfigurationError, TokenFileError
 from .formats import TokenLayout
 from .formats.megatron import document_ends
+from .formats.places import read_parts
 
 if TYPE_CHECKING:
     from .read import TokenSpace
@@ -46,10 +47,14 @@ MOST_THREADS = 8
 def scanned(file: TokenLayout) -> CachedArrays:
     """The document ends of a file that stores none as such: of Megatron's index, or as its `end_of_text` closes them.
 
+    Of a remote file, also those that it stores.
+
     One array, int64 (documents,); numbers are (tokens, documents, the id, 0). Raises TokenFileError.
     """
     if file.sequences:
         return cached("ends", [file.ends_content, file.size, file.sequences], lambda: _added_up(file))
+    if file.stored_documents:  # of a remote file: they are read without the tokens
+        return cached("ends", ["stored", *ends_identity(file), file.stored_documents], lambda: _stored(file))
     return cached("ends", [file.content, file.end_of_text], lambda: _scan(file))
 
 
@@ -63,6 +68,16 @@ def _check(file: TokenLayout) -> None:
         from .checks import check_before_scan  # which knows of the kernels, and those of what is kept here
 
         check_before_scan(file)
+
+
+def _stored(file: TokenLayout) -> Made:
+    def blocks() -> Iterator[np.ndarray]:
+        assert file.ends_remote is not None  # ends of local files are mapped where they are
+        for first in range(0, file.stored_documents, SCANNED):
+            begin, stop = (file.ends_offset + 8 * min(n, file.stored_documents) for n in (first, first + SCANNED))
+            yield np.frombuffer(read_parts(file.ends_remote, [(begin, stop)])[0], "<u8").astype(np.int64)
+
+    return Made([(np.int64, blocks())], lambda: (file.tokens, file.stored_documents))
 
 
 def _scan(file: TokenLayout) -> Made:
@@ -87,8 +102,10 @@ def _found(file: TokenLayout) -> Iterator[Int64s]:
     """The places after each such id, chunk by chunk; a few chunks are read at once."""
     size = file.dtype.itemsize
     try:
-        handle = os.open(file.local, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        handle = file.opened(lambda path: os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
     except OSError as error:
+        if isinstance(error, TokenFileError):
+            raise
         raise TokenFileError(error.errno, f"cannot scan for document ends: {error.strerror}", file.path) from error
 
     def ends_in(first: int) -> Int64s:

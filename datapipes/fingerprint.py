@@ -7,12 +7,18 @@ sampled blocks goes unseen; a token file of ours carries a whole hash for that (
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from .cache import Made, cached, mapped
 from .errors import TokenFileError
 from .formats import TokenLayout
+from .formats.places import read_parts, together
 from .formats.table import LayoutTable
+from .remote import RemoteFile
+from .remote.urls import identity
 
 if TYPE_CHECKING:
     from .core import IndexedDataPipe
@@ -46,7 +52,7 @@ def file_digests(files: Sequence[TokenLayout]) -> "list[str]":
     if isinstance(files, LayoutTable):
         found = files.column("digest")
         return found if len(found) == len(files) else found * len(files)
-    return [file.content for file in files]
+    return together(lambda file: file.content, files, [file.path for file in files if not file.digest])
 
 
 def prefix_fingerprints(files: Sequence[TokenLayout]) -> "list[str]":
@@ -71,10 +77,13 @@ def file_digest(file: TokenLayout) -> bytes:
         keyed = hashlib.shake_128(head).digest(8 * BLOCKS)
         span = length - BLOCK + 1
         places = sorted((int.from_bytes(keyed[i : i + 8], "little") % span, BLOCK) for i in range(0, 8 * BLOCKS, 8))
+    places = [(file.offset + place, count) for place, count in places]
+    if file.remote is not None:
+        return _remote_digest(file.remote, head, places)
     try:
         with file.local.open("rb") as handle:
             for place, count in places:
-                handle.seek(file.offset + place)
+                handle.seek(place)
                 block = handle.read(count)
                 if len(block) != count:
                     raise TokenFileError(f"{file.path}: was cut after the graph was built")
@@ -84,6 +93,21 @@ def file_digest(file: TokenLayout) -> bytes:
             raise
         raise TokenFileError(error.errno, f"cannot read for its fingerprint: {error.strerror}", file.path) from error
     return digest.digest()
+
+
+def _remote_digest(file: RemoteFile, head: bytes, places: "list[tuple[int, int]]") -> bytes:
+    """The same of a remote file, of which nothing else is read; kept on this machine where a version names it."""
+
+    def blocks() -> Iterator[np.ndarray]:
+        digest = hashlib.blake2b(head, digest_size=32)
+        for block in read_parts(file, [(place, place + count) for place, count in places]):
+            digest.update(block)
+        yield np.frombuffer(digest.digest(), "<i8")
+
+    if not file.version:
+        return next(blocks()).tobytes()
+    of = [identity(file.url), file.size, file.version, head.hex()]
+    return mapped(cached("digest", of, lambda: Made([(np.int64, blocks())], lambda: ()))).tobytes()
 
 
 def order_of(graph: "IndexedDataPipe") -> "IndexedDataPipe":

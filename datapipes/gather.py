@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from .descriptors import CLOSED, MAPPED, OpenFile, most_descriptors
 from .errors import ConfigurationError, TokenFileError, TokenIdError
 from .filemap import FileCopy, FileMap, advise, most_maps
 from .formats import TokenLayout
-from .formats.table import FileList, LayoutTable, distinct, integers, itemcodes, parts_of
+from .formats.table import FileList, LayoutTable, distinct, has_remote, integers, itemcodes, parts_of
 from .kernels import kernel
 from .pages import WATCH
 from .read import TokenSpace
+from .remote_pieces import RemotePieces, is_gone
 
 if TYPE_CHECKING:
     from .row_documents import RowDocuments
@@ -67,7 +69,8 @@ class TokenGather:
     there is room (FileCopy), so that they are not mapped again and again. Files of readers with io="pread" are open
     instead (descriptors.py), no more than `most_descriptors()` of all gathers, but for those that other threads are
     reading just now. Behind the table come the places of spaces that lay out others anew (`TokenSpace.table`): what
-    stands there is looked up, window by window.
+    stands there is looked up, window by window. Remote files are copies that are mapped or open, or are not opened at
+    all (remote_pieces.py).
 
     Args:
         files: gives files that are read in the place of these; they are mapped.
@@ -131,6 +134,13 @@ class TokenGather:
         self._open: dict[int, FileMap] = {}
         self._copied: dict[int, FileCopy] = {}
         self._opened: dict[int, OpenFile] = {}
+        self._copies: dict[int, Path] = {}  # where remote files are that are mapped or open
+        self.remote: RemotePieces | None = None
+        if any(map(has_remote, parts)):
+            by_window = [files is None and space.origin.io == "ranged" for space in unique]
+            ranged = np.zeros(len(self.files), np.bool_)
+            ranged[self.file] = np.repeat(np.array(by_window, np.bool_), entries)
+            self.remote = RemotePieces(self, ranged & [file.remote is not None for file in self.files])
         self._turn = (0, 0)  # which map, and from which of its bytes on, is let go of next
         with _REGISTERING:
             _GATHERS.add(self)
@@ -163,8 +173,18 @@ class TokenGather:
         if columns is not None:
             shown = int(counts[0] * places.size if counts.size == 1 else counts.sum()) // max(1, starts.size)
         out = np.empty((starts.size, shown), np.int64)
-        with self._lock:
-            self._fill(places, counts, out.reshape(-1))
+        if self.remote is None:
+            with self._lock:
+                self._fill(places, counts, out.reshape(-1))
+        else:
+            here, here_counts, windows = self.remote.split(places, counts)
+            with self._lock:
+                if self.remote.ahead.evicted:
+                    self.remote.ahead.evicted = False
+                    self.drop_evicted(set())
+                self._fill(here, here_counts, out.reshape(-1))
+            if windows is not None:
+                self.remote.fill(windows, out.reshape(-1))
         WATCH.rows_left = left = WATCH.rows_left - starts.size
         if left < 0:
             WATCH.look(starts.size, let_go)
@@ -265,8 +285,9 @@ class TokenGather:
         with self._lock:
             which, piece = self.pieces(places, counts)
             if not (ready := self._ready(piece)).all():
-                with contextlib.suppress(TokenFileError):  # it comes when the rows are read
-                    self._open_files(places, counts)
+                if self.remote is None:  # else opening may be fetching, which fetch_ahead.py sees to
+                    with contextlib.suppress(TokenFileError):  # it comes when the rows are read
+                        self._open_files(places, counts)
                 ready = self._ready(piece)
                 which, piece = which[ready], piece[ready]
             if self._checks is not None:
@@ -359,27 +380,42 @@ class TokenGather:
             self.handle[f] = opened.handle
             for entry in self.entries_of(f):
                 self.arrays[entry] = opened
+            self._note_copy(f, opened.path, read)
         here = (read, self._open, self._copied)
         if unmapped := sorted(f for f in needed if not any(f in known for known in here)):
             for f in unmapped:
-                self._map(f)
+                self._map(f, needed)
             self._make_room(lambda gather: gather._open, most_maps(), needed)
         return True
 
-    def _map(self, f: int) -> None:
+    def _map(self, f: int, needed: "set[int]") -> None:
         file = self.files[f]
         if self._checks is not None:
             self._checks.opened(f)
         view: FileMap | FileCopy
         if file.size <= SMALL and len(self.files) > most_maps() and FileCopy.room(file.size):
-            view = self._copied[f] = FileCopy(file.local, file.size, file.known_since)
+            view = self._copied[f] = file.opened(lambda path: FileCopy(path, file.size, file.known_since))
         else:
-            view = self._open[f] = FileMap(file.local, file.size, file.known_since)
+            path, view = file.opened(lambda path: (path, FileMap(path, file.size, file.known_since)))
+            self._open[f] = view
+            self._note_copy(f, path, needed)
         array, address = view.array(file.dtype, file.offset, file.tokens), view.address + file.offset
         for entry in self.entries_of(f):
             pieces = slice(self.bounds[entry], self.bounds[entry + 1])
             self.address[pieces] = self.place[pieces] * file.dtype.itemsize + address
             self.arrays[entry] = array
+
+    def _note_copy(self, f: int, path: Path, needed: "set[int]") -> None:
+        """Notes where a remote file's copy is."""
+        if self.remote is not None and self.files[f].remote is not None:
+            self.drop_evicted(needed)
+            self._copies[f] = path
+
+    def drop_evicted(self, needed: "set[int]") -> None:
+        """Lets go of copies that the cache has given up, for which the disk has no room; the lock is held."""
+        if gone := {f for f, copy in self._copies.items() if f not in needed and is_gone(copy)}:
+            for held in (self._open, self._opened):
+                self._drop(held, len(gone), held.keys() - gone)
 
     def entries_of(self, f: int) -> "list[int]":
         """The entries that a file has in the table."""
@@ -405,6 +441,7 @@ class TokenGather:
                 self.arrays[entry] = None
             self.handle[f] = CLOSED if self._reads[f] else MAPPED
             held.pop(f).close()
+            self._copies.pop(f, None)
         return len(dropped)
 
     def close_files(self) -> None:

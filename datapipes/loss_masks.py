@@ -4,16 +4,15 @@ That is datatrove's `X.ds.loss`, here for any kind of token file (chats of which
 is laid out as a token file of its own, so the gather of tokens copies rows of masks too, from the same places.
 """
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import TokenFileError
 from .formats import DTYPES, TokenLayout
-from .formats.layout import loss_path
+from .formats.places import Url, beside, exists, find, loss_path, size_of, together
+from .formats.table import distinct
 
 __all__ = ["as_loss_mask", "has_loss_masks", "loss_layouts", "loss_path"]
 
@@ -23,21 +22,23 @@ def loss_layouts(files: Sequence[TokenLayout]) -> "tuple[TokenLayout, ...]":
 
     Raises TokenFileError for one that is missing, or has not one byte a token.
     """
-    return tuple(_layout(file, loss_path(file.path)) for file in files)
+    return tuple(together(_layout, files, [beside(file.path, ".loss") for file in files]))
 
 
 def has_loss_masks(files: Sequence[TokenLayout]) -> bool:
     """Whether any of the files has a mask: then `loss_layouts` says which one has none."""
-    return any(loss_path(file.path).exists() if file.has_loss is None else file.has_loss for file in files)
+    if None not in (known := distinct(files, "has_loss")):  # a manifest knows
+        return True in known
+    masks = [beside(file.path, ".loss") for file in files]
+    return any(together(exists, masks, masks))
 
 
-def _layout(file: TokenLayout, path: Path) -> TokenLayout:
+def _layout(file: TokenLayout) -> TokenLayout:
+    path = beside(file.path, ".loss")
     try:
-        size = file.tokens if file.has_loss else path.stat().st_size
+        size = file.tokens if file.has_loss else size_of(path)
     except OSError as error:
-        raise TokenFileError(
-            error.errno, f"no loss mask of {os.fspath(file.path)}: {error.strerror}", str(path)
-        ) from error
+        raise TokenFileError(error.errno, f"no loss mask of {file.path}: {error.strerror}", path) from error
     if size != file.tokens:
         raise TokenFileError(
             f"{path}: {size} bytes of loss mask for the {file.tokens} tokens of {file.path}; one byte a token would do"
@@ -48,8 +49,9 @@ def _layout(file: TokenLayout, path: Path) -> TokenLayout:
             "make_manifest makes one that has it"
         )
     return TokenLayout(
-        str(path), DTYPES["uint8"], 0, size, size, kind="loss mask", digest=file.loss_digest,
+        path, DTYPES["uint8"], 0, size, size, kind="loss mask", digest=file.loss_digest,
         whole_hash=file.loss_hash, verify=file.verify,
+        remote=find(path) if isinstance(path, Url) else None,
     )  # fmt: skip
 
 

@@ -37,9 +37,12 @@ import numpy as np
 
 from .atomic import check_replaceable, replacing
 from .errors import ArgumentTypeError, ConfigurationError, TokenFileError
-from .formats.layout import DTYPES, BlockSums, TokenLayout, local_path
+from .formats.layout import DTYPES, BlockSums, TokenLayout
+from .formats.places import Url, as_place, local_path, opened
 from .formats.table import LayoutTable
 from .rank_group import shared_bytes
+from .remote import is_remote
+from .remote.urls import identity
 
 if TYPE_CHECKING:
     from .file_sums import FileSums
@@ -53,7 +56,7 @@ _HEADER = struct.Struct("<8sIIQIIQ")
 _MOST_JSON = 1 << 32
 _MOST = 1 << 60  # of any size, so that sums of two stay in int64
 
-TEXTS = ("kind", "dtype", "ends_path", "paths")
+TEXTS = ("kind", "dtype", "ends_path", "paths", "version", "ends_version")
 HASHES = ("digest", "hash", "ends_digest", "ends_hash", "loss_digest", "loss_hash", "stored_hash")
 NUMBERS = (
     "offset", "tokens", "size", "stored_documents", "ends_offset", "ends_size", "sequences", "sums_crc",
@@ -87,6 +90,8 @@ class Manifest(os.PathLike[str]):
 def is_manifest(path: "str | os.PathLike[str]") -> bool:
     """Whether a path names a manifest, by its name."""
     text = os.fspath(path)
+    if is_remote(text):
+        return text.partition("?")[0].endswith(SUFFIX)
     return text.endswith(SUFFIX) and not os.path.isdir(local_path(text))  # noqa: PTH112 - False for any odd name
 
 
@@ -108,21 +113,21 @@ def read_manifest(path: "str | os.PathLike[str]", group: Any = None) -> Manifest
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(f"a manifest's path must be a str or PathLike, got {path!r}")
-    return _parsed(os.fspath(path), shared_bytes(lambda: _head(os.fspath(path)), group))
+    place = as_place(path)
+    return _parsed(place, shared_bytes(lambda: _head(place), group))
 
 
 def read_alone(path: "str | os.PathLike[str]") -> Manifest:
     """The same by this process for itself."""
-    return _parsed(os.fspath(path), _head(os.fspath(path)))
+    place = as_place(path)
+    return _parsed(place, _head(place))
 
 
 def _head(path: str) -> bytes:
     """Header and JSON of a file whose size is right. Raises TokenFileError."""
-    if "://" in path and not path.startswith("file://"):
-        raise TokenFileError(f"{path}: only local manifests can be read so far; copy it to a local disk first")
     try:
-        with local_path(path).open("rb") as file:
-            head, size = file.read(_HEADER.size), os.fstat(file.fileno()).st_size
+        with opened(path) as (size, read):
+            head = read(0, _HEADER.size)
             if len(head) < _HEADER.size or not head.startswith(MAGIC):
                 raise TokenFileError(f"{path}: is no manifest of tokenpipe's, or a damaged one; it has {size} bytes")
             _, version, _, length, block, zero, sums = _HEADER.unpack(head)
@@ -133,7 +138,7 @@ def _head(path: str) -> bytes:
                     f"{path}: its header is damaged, or it was cut or appended to: it has {size} bytes, and the header "
                     f"says {_sums_begin(length) + 4 * sums}"
                 )
-            text = file.read(_sums_begin(length) - _HEADER.size)
+            text = read(_HEADER.size, _sums_begin(length))
     except ValueError as error:  # a NUL in the path
         raise TokenFileError(f"{path!r} is no path of a manifest: {error}") from error
     except OSError as error:
@@ -220,7 +225,7 @@ def _manifest(path: str, columns: "dict[str, list[Any]]", begin: int, count: int
         "known_documents": columns["documents"],
         "has_loss": [bool(found) for found in columns["loss_digest"]],
         "verify": ["size"],
-        **{name: columns[name] for name in ("dtype", "sums_crc", *_KEPT)},
+        **{name: columns[name] for name in ("dtype", "sums_crc", "version", "ends_version", *_KEPT)},
     }
     folder = os.path.dirname(path)  # noqa: PTH120 - as it was given, a file:// URL perhaps
     table = LayoutTable(fields, len(paths), folder, (path, begin, BLOCK, mark))
@@ -332,6 +337,8 @@ def _row(file: TokenLayout, found: "FileSums", folder: str) -> "dict[str, Any]":
         **{name: getattr(file, name) for name in _KEPT},
         "paths": _from_folder(file.path, folder),
         "ends_path": _from_folder(file.ends_path, folder) if file.ends_path else "",
+        "version": "" if file.remote is None else file.remote.version,
+        "ends_version": "" if file.ends_remote is None or not file.ends_path else file.ends_remote.version,
         "dtype": file.dtype.name,
         "documents": found.documents,
         "digest": found.digest,
@@ -345,8 +352,8 @@ def _row(file: TokenLayout, found: "FileSums", folder: str) -> "dict[str, Any]":
 
 
 def _from_folder(path: str, folder: str) -> str:
-    if "://" in path and not path.startswith("file://"):
-        return path
+    if is_remote(path):
+        return identity(path if not isinstance(path, Url) else path.whole).removesuffix("?")
     full = os.path.abspath(local_path(path))  # noqa: PTH100 - links stay links
     below = f"{folder.rstrip('/')}/"
     return full.removeprefix(below)

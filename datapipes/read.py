@@ -27,7 +27,8 @@ from .errors import ConfigurationError, OutOfRangeError, TokenIdError
 from .fingerprint import files_fingerprint
 from .formats import DocumentIds, TokenLayout
 from .formats.ids import open_document_ids
-from .formats.table import distinct, integers
+from .formats.places import as_place
+from .formats.table import distinct, has_remote, integers
 from .token_files import as_paths, closed_by, listed_files
 
 if TYPE_CHECKING:
@@ -180,7 +181,8 @@ class TokenReader(TokenSpace):
     Args:
         paths: one path or several, in order: files, folders (all token files in one, by name) and patterns
             ("data/*.bin", by name), looked for once, here; and manifests ("….manifest", or what `read_manifest`
-            gives), whose files are not looked at here. All kinds but raw say what they hold.
+            gives), whose files are not looked at here. Each may be a URL of any of fsspec's file systems
+            ("s3://bucket/corpus/"), with what lies beside its files. All kinds but raw say what they hold.
         dtype: for raw files: "uint8", "uint16", "uint32", "int32" or "int64".
         name: the source's name; left out: the stem of the first path as it was given. It is part of the order (each
             source has permutations of its own), so a source that keeps its name may move to another path.
@@ -189,10 +191,11 @@ class TokenReader(TokenSpace):
             documents are first asked for; what was found is kept (see cache.py).
         io: how tokens are read, which changes no batch: "mmap", or "pread" for file systems with a quota of maps and
             for files that may be cut while they are open, which then is a TokenFileError and does not end the process.
-            Loss masks, and document ends where they are stored, are mapped all the same.
+            Loss masks, and document ends where they are stored, are mapped all the same. Both read copies of remote
+            files, which are kept on this machine; "ranged" reads of a remote file the bytes of the windows alone.
         verify: how much of what a manifest says is compared in this process, which changes no batch: "size" (and what
             headers say), "open" (each file's fingerprint when it is first opened), or "read" (besides, the CRC-32 of
-            each 64 KiB before a token of it is first read). What differs is a TokenFileError.
+            each 64 KiB before a token of it is first read). What differs is a TokenFileError. Not with io="ranged".
 
     Raises TokenFileError for a missing, empty, cut or damaged file; ConfigurationError for a dtype that
     is missing or wrong, an end_of_text that cannot be, or is not what a header says, an io or verify that there is
@@ -223,10 +226,10 @@ class TokenReader(TokenSpace):
     ) -> None:
         super().__init__()
         several = as_paths(paths)
-        self._name = as_name(name) if name is not None else PurePath(os.fspath(several[0])).stem
+        self._name = as_name(name) if name is not None else PurePath(str(as_place(several[0]))).stem
         self.vocab_size = None if vocab_size is None else as_count("vocab_size", vocab_size)
-        if io not in ("mmap", "pread"):
-            raise ConfigurationError(f"io is {io!r}; 'mmap' or 'pread' would do")
+        if io not in ("mmap", "pread", "ranged"):
+            raise ConfigurationError(f"io is {io!r}; 'mmap', 'pread' or 'ranged' would do")
         if io == "pread" and not hasattr(os, "preadv"):
             raise ConfigurationError("io='pread': this system has no preadv(2); io='mmap' would do")
         self.io = io
@@ -237,6 +240,11 @@ class TokenReader(TokenSpace):
             raise TokenIdError(f"{file.path}: holds token id {file.max_token_id}, vocab_size is {self.vocab_size}")
         self.verify = as_level(verify, files)
         if self.verify != "size":
+            if io == "ranged" and has_remote(files):
+                raise ConfigurationError(
+                    f"io='ranged' reads of remote files no whole blocks that verify={verify!r} could compare; "
+                    "io='mmap', or verify='size' would do"
+                )
             files = with_verify(files, self.verify)
         self.files, self.given_end_of_text = closed_by(files, end_of_text, self.vocab_size), end_of_text
         self._content: str | None = None
@@ -258,8 +266,12 @@ class TokenReader(TokenSpace):
         boxes: dict[str, Any] = {box: Unpickled() for box in ("_first", "_gather", "_ids")}
         files = (*self.files, *more.files)
         # all of a manifest stands as one path
+        whole = (file.path if file.remote is None else file.remote.url for file in files)
         paths = [
-            path for path, _ in itertools.groupby(file.blocks.path if file.blocks else file.path for file in files)
+            path
+            for path, _ in itertools.groupby(
+                file.blocks.path if file.blocks else url for file, url in zip(files, whole, strict=True)
+            )
         ]
         given = given_with(self, paths=paths)
         return self.changed(files=files, _content=None, _given=given, **boxes)

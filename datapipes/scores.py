@@ -7,13 +7,13 @@ A 1-D .npy array of integers or floats, never pickled, mapped and checked agains
 import glob
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .errors import ConfigurationError, TokenFileError
 from .formats import TokenLayout
+from .formats.places import as_place, beside, list_folder, local_path
 
 __all__ = ["check_score", "is_number", "list_scores", "read_scores", "score_path", "within"]
 
@@ -37,15 +37,20 @@ def check_score(score: Any, at_least: Any, below: Any) -> None:
         )
 
 
-def score_path(file: TokenLayout, score: str) -> Path:
-    """Where a token file's scores of this name are."""
-    return Path(f"{file.local}.{score}.npy")
+def score_path(file: TokenLayout, score: str) -> str:
+    """Where a token file's scores of this name are: a path or a URL."""
+    return beside(file.path, f".{score}.npy")
 
 
 def list_scores(file: TokenLayout) -> list[str]:
     """The names of the scores beside a token file, sorted."""
-    beside = glob.glob(f"{glob.escape(str(file.local))}.*.npy")  # noqa: PTH207 - Path.glob takes no whole path
-    names = sorted(path.removeprefix(f"{file.local}.").removesuffix(".npy") for path in beside)
+    own = file.path if file.remote is not None else str(file.local)
+    if file.remote is not None:
+        paths = [str(as_place(one.url)) for one in list_folder(file.remote.url.rpartition("/")[0])]
+    else:
+        paths = glob.glob(f"{glob.escape(own)}.*.npy")  # noqa: PTH207 - Path.glob takes no whole path
+    fitting = [path for path in paths if path.startswith(f"{own}.") and path.endswith(".npy")]
+    names = sorted(path.removeprefix(f"{own}.").removesuffix(".npy") for path in fitting)
     return [name for name in names if _NAME.fullmatch(name)]
 
 
@@ -53,9 +58,11 @@ def read_scores(file: TokenLayout, score: str) -> np.ndarray:
     """(documents,) numbers, mapped. Raises TokenFileError."""
     path = score_path(file, score)
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        found = np.load(local_path(path), mmap_mode="r", allow_pickle=False)
     except OSError as error:
-        raise TokenFileError(error.errno, f"cannot read the scores: {error.strerror or error}", str(path)) from error
+        if isinstance(error, TokenFileError):
+            raise
+        raise TokenFileError(error.errno, f"cannot read the scores: {error.strerror or error}", path) from error
     except Exception as error:  # a hostile header makes NumPy's parser raise almost anything
         raise TokenFileError(f"{path}: no .npy file of scores: {error}") from error
     if not isinstance(found, np.ndarray) or found.dtype.kind not in "iuf" or found.shape != (file.documents,):

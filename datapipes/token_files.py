@@ -1,14 +1,17 @@
 """From paths, as a caller gives them, to the layouts of token files: files, folders, patterns, manifests."""
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from .core import as_count
 from .errors import ArgumentTypeError, ConfigurationError
-from .formats import TokenLayout, as_dtype, list_token_files, read_layout
+from .formats import TokenLayout, as_dtype, list_token_files, read_layouts
+from .formats.places import list_many, looking
 from .formats.table import LayoutTable, distinct
 from .manifest import Manifest, is_manifest, read_alone
 
@@ -32,14 +35,19 @@ def listed_files(paths: "Paths", dtype: object = None) -> "Sequence[TokenLayout]
 
     Raises TokenFileError, ArgumentTypeError; ConfigurationError for a dtype that is missing, or not that of a file.
     """
-    found: list[Sequence[TokenLayout]] = []
-    for path in as_paths(paths):
-        if isinstance(path, Manifest):
-            found.append(_of_dtype(path, dtype))
-        else:
-            for file in list_token_files(path):
-                known = is_manifest(file)
-                found.append(_of_dtype(read_alone(file), dtype) if known else (read_layout(file, dtype),))
+    several, found = as_paths(paths), list[Sequence[TokenLayout]]()
+    with looking():
+        list_many(os.fspath(path) for path in several if not isinstance(path, Manifest))
+        listed: Iterator[list[Any]] = (
+            [path] if isinstance(path, Manifest) else list_token_files(path) for path in several
+        )
+        files: list[str | os.PathLike[str]] = list(itertools.chain.from_iterable(listed))
+        for known, some in itertools.groupby(files, lambda file: isinstance(file, Manifest) or is_manifest(file)):
+            if known:
+                manifests = (file if isinstance(file, Manifest) else read_alone(file) for file in some)
+                found += [_of_dtype(manifest, dtype) for manifest in manifests]
+            else:
+                found.append(read_layouts(list(some), dtype))
     return found[0] if len(found) == 1 else tuple(file for files in found for file in files)
 
 

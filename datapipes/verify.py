@@ -18,7 +18,7 @@ from .document_ends import checked_ends
 from .errors import TokenFileError, TokenIdError
 from .formats import TokenLayout, megatron, own, read_layout
 from .formats.ids import open_document_ids
-from .loss_masks import loss_layouts, loss_path
+from .loss_masks import has_loss_masks, loss_layouts
 from .scores import list_scores, read_scores, score_path
 
 __all__ = ["VerifiedFile", "verify_token_file"]
@@ -66,7 +66,7 @@ def verify_token_file(
         megatron.check_index(file)
     documents = sum(ends.size for ends in _document_ends(file))
     tokens = _Tokens(file, given)
-    header = own.read_header(file.path) if file.kind == "tokenpipe" else None
+    header = own.read_header(file) if file.kind == "tokenpipe" else None
     if header is not None:
         own.compare_hash(file.path, header.digest, tokens.blocks())
     else:
@@ -138,18 +138,22 @@ class _Tokens:
 
 def _beside(file: TokenLayout) -> Iterator[str]:
     """The names of what was found beside the file, once it was found right. Raises TokenFileError."""
-    if loss_path(file.path).exists():
+    if has_loss_masks([file]):
         (mask,) = loss_layouts([file])
         with mask.local.open("rb") as handle:
             for first in range(0, mask.size, BLOCK):
                 wrong = np.flatnonzero(np.frombuffer(handle.read(BLOCK), np.uint8) > 1)
                 if wrong.size:
                     raise TokenFileError(f"{mask.path}: byte {first + int(wrong[0])} is damaged: neither 0 nor 1")
-        yield mask.local.name
+        yield _name(mask.path)
     ids = open_document_ids(file)
     if ids is not None:
         ids.verify()
-        yield f"{file.local.name}.ids"
+        yield f"{_name(file.path)}.ids"
     for score in list_scores(file):
         read_scores(file, score)
-        yield score_path(file, score).name
+        yield _name(score_path(file, score))
+
+
+def _name(path: str) -> str:
+    return str(path).rpartition("/")[2]

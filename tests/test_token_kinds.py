@@ -496,13 +496,10 @@ def test_no_file_is_an_error_that_says_where_it_was_looked_for(tmp_path, monkeyp
         TokenReader("data")
 
 
-@pytest.mark.parametrize("wrong", ["", "\0*", "s3://bucket/*.bin", "x" * 253 + ".ds", "x" * 300 + "*"])
+@pytest.mark.parametrize("wrong", ["", "\0*", "x" * 253 + ".ds", "x" * 300 + "*"])
 def test_what_is_no_path_is_said_as_of_a_single_file(wrong):
     with pytest.raises(TokenFileError):
         TokenReader(wrong, dtype="uint16", name="wrong")
-    if "://" in wrong:
-        with pytest.raises(TokenFileError, match="only local files"):
-            TokenReader(wrong)
 
 
 def test_a_file_url_may_be_a_pattern_or_a_folder(folder):

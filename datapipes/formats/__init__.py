@@ -7,14 +7,17 @@ Raw comes last: it has no mark, so its dtype must come from the caller.
 """
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError
 from . import datatrove, ids, llmc, megatron, npy, own, raw
 from .ids import DocumentIds
-from .layout import DTYPES, TokenLayout, as_dtype, local_path
+from .layout import DTYPES, TokenLayout, as_dtype
 from .listing import list_token_files
+from .places import Url, as_place, find, looking, opened, together
 
-__all__ = ["DTYPES", "DocumentIds", "TokenLayout", "as_dtype", "list_token_files", "read_layout"]
+__all__ = ["DTYPES", "DocumentIds", "TokenLayout", "as_dtype", "list_token_files", "read_layout", "read_layouts"]
 
 HEAD = 256
 KINDS = (datatrove, megatron, npy, ids, own, llmc, raw)
@@ -29,15 +32,24 @@ def read_layout(path: "str | os.PathLike[str]", dtype: object = None) -> TokenLa
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(f"a path must be a str or PathLike, got {path!r}")
-    text = megatron.data_path(os.fspath(path))
-    if "://" in text and not text.startswith("file://"):
-        raise TokenFileError(f"{text}: only local files can be read so far; copy it to a local disk first")
+    with looking():
+        return _read_layout(megatron.data_path(as_place(path)), dtype)
+
+
+def read_layouts(paths: "Sequence[str | os.PathLike[str]]", dtype: object = None) -> "tuple[TokenLayout, ...]":
+    """What several token files hold, in order: remote ones are looked at several at once. Raises as read_layout."""
+    return tuple(together(lambda path: read_layout(path, dtype), paths, [os.fspath(path) for path in paths]))
+
+
+def _read_layout(text: str, dtype: object) -> TokenLayout:
     try:
-        with local_path(text).open("rb") as file:
-            head, size = file.read(HEAD), os.fstat(file.fileno()).st_size
+        with opened(text) as (size, read):
+            head = read(0, HEAD)
     except ValueError as error:  # a NUL in the path
         raise TokenFileError(f"{text!r} is no path of a token file: {error}") from error
     except OSError as error:
+        if isinstance(error, TokenFileError):
+            raise
         raise TokenFileError(error.errno, f"cannot open the token file: {error.strerror or error}", text) from error
     if size == 0:
         raise TokenFileError(f"{text}: the token file is empty; a source needs at least one token")
@@ -50,5 +62,7 @@ def read_layout(path: "str | os.PathLike[str]", dtype: object = None) -> TokenLa
                     f"{text}: dtype={asked.name!r} was given, but its header says {layout.dtype.name!r}; "
                     "leave dtype out for files that say what they hold"
                 )
+            if isinstance(text, Url):
+                return replace(layout, remote=find(text), ends_remote=find(layout.ends_path or text))
             return layout
     raise TokenFileError(f"{text}: no known kind of token file")  # unreachable: raw takes all

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError
-from .layout import DTYPES, TokenLayout, exists, local_path
+from .layout import DTYPES, TokenLayout
+from .places import beside, exists, read_part, size_of
 from .writer import DocumentWriter, chosen_dtype
 
 __all__ = ["DatatroveWriter", "read_metadata"]
@@ -27,11 +28,11 @@ _MOST_METADATA = 4096  # bytes; three lines have a hundred
 
 
 def recognises(path: str, head: bytes) -> bool:
-    return path.endswith(SUFFIX) and (exists(_beside(path, ".metadata")) or exists(_beside(path, ".index")))
+    return str(path).endswith(SUFFIX) and (exists(beside(path, ".metadata")) or exists(beside(path, ".index")))
 
 
 def layout(path: str, head: bytes, size: int, dtype: "np.dtype | None") -> TokenLayout:
-    said, index = read_metadata(path), _beside(path, ".index")
+    said, index = read_metadata(path), beside(path, ".index")
     stored, counted = (dtype, None) if said is None else (DTYPES[_DTYPES[said[1]]], said[2])
     ends, last = _look_at(index)
     if stored is None:
@@ -49,7 +50,7 @@ def layout(path: str, head: bytes, size: int, dtype: "np.dtype | None") -> Token
             )
     return TokenLayout(
         path, stored, 0, tokens, size, ends, kind="datatrove",
-        ends_path=str(index) if ends else "", ends_size=8 * ends,
+        ends_path=index if ends else "", ends_size=8 * ends,
     )  # fmt: skip
 
 
@@ -58,48 +59,39 @@ def read_metadata(path: str) -> "tuple[str, int, int | None] | None":
 
     Raises TokenFileError.
     """
-    beside = _beside(path, ".metadata")
+    metadata = beside(path, ".metadata")
     try:
-        with beside.open("rb") as file:
-            if os.fstat(file.fileno()).st_size > _MOST_METADATA:
-                raise TokenFileError(
-                    f"{beside}: is no metadata of datatrove's: it has more than {_MOST_METADATA} bytes"
-                )
-            lines = file.read(_MOST_METADATA).decode().splitlines()
+        if not exists(metadata):
+            return None
+        said = read_part(metadata, 0, _MOST_METADATA + 1)
+        if len(said) > _MOST_METADATA:
+            raise TokenFileError(f"{metadata}: is no metadata of datatrove's: it has more than {_MOST_METADATA} bytes")
+        lines = said.decode().splitlines()
         tokenizer, _, itemsize = lines[0].rpartition("|") if lines else ("", "", "")
         if itemsize.strip() not in ("2", "4"):
             raise ValueError(f"its first line ends in {itemsize[:20]!r}, which is neither 2 nor 4 bytes a token")
         return tokenizer, int(itemsize), int(lines[1]) if len(lines) > 1 else None
-    except FileNotFoundError:
-        return None
     except ValueError as error:  # no UTF-8, no integer
-        raise TokenFileError(f"{beside}: is no metadata of datatrove's: {error}") from error
+        raise TokenFileError(f"{metadata}: is no metadata of datatrove's: {error}") from error
     except OSError as error:
         if isinstance(error, TokenFileError):
             raise
-        raise TokenFileError(error.errno, f"cannot read the metadata: {error.strerror}", str(beside)) from error
+        raise TokenFileError(error.errno, f"cannot read the metadata: {error.strerror}", metadata) from error
 
 
-def _look_at(index: Path) -> "tuple[int, int | None]":
+def _look_at(index: str) -> "tuple[int, int | None]":
     """(documents, the last one's end) of an index; (0, None) where there is none."""
     try:
-        with index.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size % 8 or not size:
-                raise TokenFileError(f"{index}: {size} bytes are no document ends (uint64, of one document or more)")
-            file.seek(size - 8)
-            return size // 8, int.from_bytes(file.read(8), "little")
-    except FileNotFoundError:
-        return 0, None
+        if not exists(index):
+            return 0, None
+        size = size_of(index)
+        if size % 8 or not size:
+            raise TokenFileError(f"{index}: {size} bytes are no document ends (uint64, of one document or more)")
+        return size // 8, int.from_bytes(read_part(index, size - 8, size), "little")
     except OSError as error:
         if isinstance(error, TokenFileError):
             raise
-        raise TokenFileError(error.errno, f"cannot read the index: {error.strerror}", str(index)) from error
-
-
-def _beside(path: str, suffix: str) -> Path:
-    local = local_path(path)
-    return local.with_name(local.name + suffix)
+        raise TokenFileError(error.errno, f"cannot read the index: {error.strerror}", index) from error
 
 
 class DatatroveWriter(DocumentWriter):
@@ -131,12 +123,12 @@ class DatatroveWriter(DocumentWriter):
         super().__init__(path, vocab_size, stored)
 
     def finish(self) -> None:
-        index = self.beside(_beside(str(self.path), ".index"))
+        index = self.beside(Path(beside(self.path, ".index")))
         for ends in self.ends():
             index.write(ends.tobytes())
         lines = [f"{self._tokenizer}|{self.dtype.itemsize}", str(self.tokens), f"{_for_humans(self.tokens)}T"]
         # last, since without it and a dtype no one reads the file
-        self.beside(_beside(str(self.path), ".metadata")).write("\n".join(lines).encode())
+        self.beside(Path(beside(self.path, ".metadata"))).write("\n".join(lines).encode())
 
 
 def _for_humans(count: int) -> str:

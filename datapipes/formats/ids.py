@@ -16,7 +16,8 @@ import numpy.typing as npt
 from ..errors import ArgumentTypeError, ConfigurationError, OutOfRangeError, TokenFileError
 from ..filemap import FileMap
 from . import own
-from .layout import TokenLayout, local_path
+from .layout import TokenLayout
+from .places import as_place, beside, exists, local_path
 
 __all__ = ["DocumentIds", "DocumentIdsWriter", "ids_path", "open_document_ids"]
 
@@ -26,9 +27,8 @@ CHUNK = 1 << 20  # documents looked at in one go
 
 
 def ids_path(path: "str | os.PathLike[str]") -> Path:
-    """Where a token file's ids are, if it has any: its own path and `.ids`."""
-    local = local_path(os.fspath(path))
-    return local.with_name(local.name + ".ids")
+    """Where a local token file's ids are, if it has any: its own path and `.ids`."""
+    return Path(beside(path, ".ids"))
 
 
 def recognises(path: str, head: bytes) -> bool:
@@ -76,7 +76,7 @@ class DocumentIds:
     """
 
     def __init__(self, path: "str | os.PathLike[str]") -> None:
-        self.path = os.fspath(path)
+        self.path = as_place(path)
         try:
             with local_path(self.path).open("rb") as file:
                 head, size = file.read(own.HEADER), os.fstat(file.fileno()).st_size
@@ -153,11 +153,11 @@ class DocumentIds:
 
 def open_document_ids(file: TokenLayout) -> "DocumentIds | None":
     """The ids beside a token file; None where there are none. Raises TokenFileError if they are another file's."""
-    path = ids_path(file.path)
-    if not path.exists():
+    path = beside(file.path, ".ids")
+    if not exists(path):
         return None
     ids = DocumentIds(path)
-    header = own.read_header(file.path)
+    header = own.read_header(file)
     bound = ids.tokens_hash.strip(b"\0") and header is not None and header.digest != ids.tokens_hash
     if bound or len(ids) != file.documents:
         raise TokenFileError(

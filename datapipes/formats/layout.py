@@ -1,18 +1,27 @@
 """What any token file comes down to: where its tokens are, how many, and of which dtype."""
 
+import errno
 import functools
-import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..cache import CachedArrays, mapped
-from ..errors import ConfigurationError, TokenFileError
+from ..errors import ConfigurationError, RemoteFileError, TokenFileError
+from ..remote import RemoteFile, fetch
+from .places import local_path, size_of
 
-__all__ = ["DTYPES", "BlockSums", "TokenLayout", "as_dtype", "exists", "local_path", "loss_path"]
+__all__ = ["DTYPES", "BlockSums", "TokenLayout", "as_dtype"]
+
+Opened = TypeVar("Opened")
+
+REFETCHED = 8
+"""How often a copy is fetched again that was evicted before it could be opened: the cache is far too small then."""
 
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "uint32", "int32", "int64")}
 """The dtypes that tokens are stored in, little-endian."""
@@ -30,22 +39,6 @@ def as_dtype(value: object) -> np.dtype:
             f"dtype {value!r} cannot hold tokens; one of {', '.join(DTYPES)} (little-endian) would do"
         )
     return DTYPES[name]
-
-
-def local_path(path: str) -> Path:
-    """Where a path as the caller gave it, a file:// URL perhaps, is on the local disk."""
-    return Path(path.removeprefix("file://"))
-
-
-def exists(path: Path) -> bool:
-    """Whether something has this name; a name that none can have, too long with a suffix, is nothing's."""
-    return os.path.exists(path)  # noqa: PTH110 - Path.exists raises for such a name
-
-
-def loss_path(path: "str | os.PathLike[str]") -> Path:
-    """Where a token file's loss mask is, if it has one (loss_masks.py): its own path and `.loss`."""
-    local = local_path(os.fspath(path))
-    return local.with_name(local.name + ".loss")
 
 
 @dataclass(frozen=True)
@@ -88,13 +81,16 @@ def _mapped_manifest(path: str, mark: int) -> npt.NDArray[np.uint8]:
 class TokenLayout:
     """Where the tokens of one file are.
 
-    path: as the caller gave it. offset: bytes before the first token. tokens: how many.
+    path: as the caller gave it; a URL is shown without what is secret in it.
+    offset: bytes before the first token. tokens: how many.
     stored_documents: how many document ends are stored from byte `ends_offset` on (uint64, in tokens), or 0.
     ends_path, ends_size: the file that they are in and its bytes, where that is another one.
     sequences: of Megatron's index, which stores the lengths of that many instead; the ends are worked out of them.
     max_token_id, vocab_size: what a header promises, or None.
     end_of_text: the id that closes documents, where their ends are not stored but found by a scan (document_ends.py).
     kind: what the file is, for people.
+    remote, ends_remote: what was found at the URLs that `path` and `ends_path` are, where they are some.
+
     stored_hash, stored_end_of_text: what the header of a file of ours says of its contents, and which id closes its
     documents.
 
@@ -131,10 +127,25 @@ class TokenLayout:
     loss_hash: str = ""
     whole_hash: str = ""
     verify: str = "size"
+    remote: "RemoteFile | None" = None
+    ends_remote: "RemoteFile | None" = None
 
     @property
     def local(self) -> Path:
-        return local_path(self.path)
+        """Where the file is on the local disk; a remote one is fetched into the cache first. Raises TokenFileError."""
+        return local_path(self.path) if self.remote is None else fetch(self.remote)
+
+    def opened(self, open_at: "Callable[[Path], Opened]") -> Opened:
+        """What `open_at` gives of the local file; a copy that is evicted meanwhile is fetched again."""
+        for _ in range(REFETCHED if self.remote is not None else 0):
+            try:
+                return open_at(self.local)
+            except FileNotFoundError:
+                continue
+            except TokenFileError as error:
+                if error.errno != errno.ENOENT or isinstance(error, RemoteFileError):
+                    raise
+        return open_at(self.local)
 
     @property
     def known_since(self) -> str:
@@ -161,17 +172,19 @@ class TokenLayout:
         if self.ends_digest:
             return self.ends_digest
         try:
-            size = local_path(self.ends_path).stat().st_size
+            size = self.ends_size if self.ends_remote is not None else size_of(self.ends_path)
         except OSError as error:
             raise TokenFileError(error.errno, f"cannot open the index: {error.strerror}", self.ends_path) from error
         if size != self.ends_size:
             raise TokenFileError(f"{self.ends_path}: was cut or written to after {self.known_since}")
-        return TokenLayout(self.ends_path, DTYPES["uint8"], 0, size, size).content
+        return TokenLayout(self.ends_path, DTYPES["uint8"], 0, size, size, remote=self.ends_remote).content
 
     @property
     def ends_are_made(self) -> bool:
-        """Whether its document ends are worked out once, and kept: nothing stores them."""
-        return bool(self.sequences if self.stored_documents else self.end_of_text is not None)
+        """Whether its document ends are worked out, or read, once, and kept: nothing here stores them."""
+        if not self.stored_documents:
+            return self.end_of_text is not None
+        return bool(self.sequences) or self.remote is not None
 
     @property
     def documents(self) -> int:

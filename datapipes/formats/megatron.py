@@ -27,7 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ConfigurationError, TokenFileError
-from .layout import DTYPES, TokenLayout, exists, local_path
+from ..remote import fetch
+from .layout import DTYPES, TokenLayout
+from .places import beside, exists, local_path
 from .writer import DocumentWriter, chosen_dtype
 
 __all__ = ["MegatronWriter", "check_index", "data_path", "document_ends"]
@@ -44,25 +46,25 @@ Sequences = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 def data_path(path: str) -> str:
     """The `.bin` of a pair, from its path, the index's, or the prefix that both have; any other path as it is."""
-    if path.endswith(".idx"):
-        return f"{path.removesuffix('.idx')}.bin"
-    if not path.endswith(".bin") and exists(local_path(f"{path}.idx")) and not exists(local_path(path)):
-        return f"{path}.bin"
+    if str(path).endswith(".idx"):
+        return beside(path, ".bin", instead_of=".idx")
+    if not str(path).endswith(".bin") and exists(beside(path, ".idx")) and not exists(path):
+        return beside(path, ".bin")
     return path
 
 
-def _index_path(path: str) -> Path:
-    return local_path(f"{path.removesuffix('.bin')}.idx")
+def _index_path(path: str) -> str:
+    return beside(path, ".idx", instead_of=".bin")
 
 
 def recognises(path: str, head: bytes) -> bool:
-    return path.endswith(".bin") and exists(_index_path(path))
+    return str(path).endswith(".bin") and exists(_index_path(path))
 
 
 def layout(path: str, head: bytes, size: int, dtype: "np.dtype | None") -> TokenLayout:
     index = _index_path(path)
     try:
-        with index.open("rb") as file:
+        with local_path(index).open("rb") as file:
             found = _checked(path, index, file, size)
             stretches = [(0, found.sequences)]
             if found.sequences > _LOOKED_AT:
@@ -74,11 +76,11 @@ def layout(path: str, head: bytes, size: int, dtype: "np.dtype | None") -> Token
     except OSError as error:
         if isinstance(error, TokenFileError):
             raise
-        raise TokenFileError(error.errno, f"cannot read the index: {error.strerror or error}", str(index)) from error
+        raise TokenFileError(error.errno, f"cannot read the index: {error.strerror or error}", index) from error
     return found if found.stored_documents else replace(found, sequences=0, ends_path="", ends_size=0)
 
 
-def _checked(path: str, index: Path, file: "IO[bytes]", size: int) -> TokenLayout:
+def _checked(path: str, index: str, file: "IO[bytes]", size: int) -> TokenLayout:
     """What the header says, checked against the sizes of both files and the ends of the tables."""
     head, total = file.read(_HEADER.size), os.fstat(file.fileno()).st_size
     if len(head) < _HEADER.size or not head.startswith(MAGIC):
@@ -118,7 +120,7 @@ def _checked(path: str, index: Path, file: "IO[bytes]", size: int) -> TokenLayou
     if first != 0 or (documents and last != sequences):
         raise TokenFileError(f"{index}: its documents are sequences {first} … {last}, not 0 … {sequences}")
     return TokenLayout(
-        path, stored, 0, size // stored.itemsize, size, documents, at, kind="megatron", ends_path=str(index),
+        path, stored, 0, size // stored.itemsize, size, documents, at, kind="megatron", ends_path=index,
         ends_size=total, sequences=sequences,
     )  # fmt: skip
 
@@ -156,12 +158,12 @@ def _end_to_end(file: TokenLayout, begin: int, sequences: Sequences) -> None:
 
 def document_ends(file: TokenLayout) -> "Iterator[npt.NDArray[np.int64]]":
     """Cumulative document ends in tokens, some at a time; on the way all of the index is checked. TokenFileError."""
-    index = Path(file.ends_path)
+    index = file.ends_path
     try:
-        with index.open("rb") as handle:
+        with (local_path(index) if file.ends_remote is None else fetch(file.ends_remote)).open("rb") as handle:
             if os.fstat(handle.fileno()).st_size != file.ends_size:
                 raise TokenFileError(f"{index}: was cut or written to after the graph was built")
-            borders = np.memmap(index, np.dtype("<i8"), "r", file.ends_offset, (file.stored_documents + 1,))
+            borders = np.memmap(handle, np.dtype("<i8"), "r", file.ends_offset, (file.stored_documents + 1,))
             at, last, tokens = 1, 0, 0  # the document looked at, the border before it, the tokens so far
             for begin in range(0, file.sequences, _CHUNK):
                 stop = min(begin + _CHUNK, file.sequences)
@@ -189,14 +191,14 @@ def document_ends(file: TokenLayout) -> "Iterator[npt.NDArray[np.int64]]":
     except OSError as error:
         if isinstance(error, TokenFileError):
             raise
-        raise TokenFileError(error.errno, f"cannot read the index: {error.strerror or error}", str(index)) from error
+        raise TokenFileError(error.errno, f"cannot read the index: {error.strerror or error}", index) from error
 
 
 def check_index(file: TokenLayout) -> None:
     """Raises TokenFileError unless all of a pair's index is sound, also where its sequences make up no documents."""
     index = _index_path(file.path)
     try:
-        with index.open("rb") as handle:
+        with local_path(index).open("rb") as handle:
             found = _checked(file.path, index, handle, file.size)
     except OSError as error:
         if isinstance(error, TokenFileError):
@@ -229,7 +231,7 @@ class MegatronWriter(DocumentWriter):
         super().write_many(tokens, ends, loss)
 
     def finish(self) -> None:
-        index = self.beside(_index_path(str(self.path)))
+        index = self.beside(Path(_index_path(str(self.path))))
         code = {name: code for code, name in _CODES.items()}[self.dtype.name]
         index.write(_HEADER.pack(MAGIC, 1, code, self.documents, self.documents + 1))
         last = 0

@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError
-from .layout import DTYPES, TokenLayout, as_dtype, local_path
+from .layout import DTYPES, TokenLayout, as_dtype
+from .places import as_place, read_part
 from .writer import DocumentWriter, check_id_count
 
 __all__ = ["TokenFileHeader", "TokenFileWriter", "read_header", "token_dtype"]
@@ -82,13 +83,15 @@ class TokenFileHeader:
     digest: bytes
 
 
-def read_header(path: "str | os.PathLike[str]") -> "TokenFileHeader | None":
+def read_header(file: "TokenLayout | str | os.PathLike[str]") -> "TokenFileHeader | None":
     """The header of a token file that `read_layout` takes; None for a kind that is not ours. Raises TokenFileError."""
+    remote, path = (file.remote, file.path) if isinstance(file, TokenLayout) else (None, as_place(file))
     try:
-        with local_path(os.fspath(path)).open("rb") as file:
-            head = file.read(HEADER)
+        head = read_part(path if remote is None else remote, 0, HEADER)
     except OSError as error:
-        raise TokenFileError(error.errno, f"cannot open the token file: {error.strerror}", os.fspath(path)) from error
+        if isinstance(error, TokenFileError):
+            raise
+        raise TokenFileError(error.errno, f"cannot open the token file: {error.strerror}", path) from error
     return parse_header(head) if head.startswith(MAGIC) else None
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..errors import ConfigurationError, TokenFileError, TokenFileWarning
 from ..rank_zero import warn
-from .layout import TokenLayout, local_path
+from .layout import TokenLayout
+from .places import read_part
 
 SAMPLE = 4096  # tokens looked at
 
@@ -33,8 +34,8 @@ def layout(path: str, head: bytes, size: int, dtype: "np.dtype | None") -> Token
 
 
 def _look_at(path: str, dtype: np.dtype) -> None:
-    with local_path(path).open("rb") as file:
-        tokens = np.frombuffer(file.read(SAMPLE * dtype.itemsize), dtype)
+    sample = read_part(path, 0, SAMPLE * dtype.itemsize)
+    tokens = np.frombuffer(sample, dtype, len(sample) // dtype.itemsize)
     if tokens.size < 64:
         return
     odd = tokens[1::2]

@@ -6,9 +6,14 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from ..remote import RemoteFile, is_remote
 from .layout import DTYPES, BlockSums, TokenLayout
+from .places import as_place
 
-__all__ = ["FileList", "LayoutTable", "distinct", "integers", "itemcodes", "joined_paths", "parts_of"]
+__all__ = ["FileList", "LayoutTable", "distinct", "has_remote", "integers", "itemcodes", "joined_paths", "parts_of"]
+
+
+_AT_URLS = (("path", "remote", "size", "version"), ("ends_path", "ends_remote", "ends_size", "ends_version"))
 
 
 class LayoutTable(Sequence[TokenLayout]):
@@ -86,6 +91,11 @@ class LayoutTable(Sequence[TokenLayout]):
         crc = fields.pop("sums_crc")
         first, stop = (int(before) for before in self._blocks_before()[at : at + 2])
         blocks = BlockSums(path, begin + 4 * first, stop - first, block, crc, mark)
+        for name, found, size, version in _AT_URLS:
+            version = fields.pop(version)
+            if is_remote(fields[name]):
+                fields[found] = RemoteFile(fields[name], fields[size], version)
+                fields[name] = as_place(fields[name])
         # two threads that make it at once take the same one
         return self._made.setdefault(at, TokenLayout(**fields, blocks=blocks))
 
@@ -117,6 +127,13 @@ def distinct(files: "Sequence[TokenLayout]", name: str) -> "set[Any]":
         return set(files.column(name))
     found = {getattr(file, name) for file in files}
     return {dtype.name for dtype in found} if name == "dtype" else found
+
+
+def has_remote(files: "Sequence[TokenLayout]") -> bool:
+    """Whether any of them is at a URL."""
+    if isinstance(files, LayoutTable):
+        return any(map(is_remote, files.column("path")))
+    return any(file.remote is not None for file in files)
 
 
 def parts_of(files: "Sequence[TokenLayout]") -> "list[Sequence[TokenLayout]]":

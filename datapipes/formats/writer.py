@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from ..atomic import NewFile
 from ..errors import ArgumentTypeError, ConfigurationError, TokenIdError
-from .layout import as_dtype, loss_path
+from .layout import as_dtype
+from .places import loss_path
 
 __all__ = ["DocumentWriter", "check_id_count", "chosen_dtype"]
 

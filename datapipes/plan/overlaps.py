@@ -61,7 +61,7 @@ def _spaces(graph: IndexedDataPipe) -> list[TokenSpace]:
 
 
 def _same_file(a: TokenLayout, b: TokenLayout, digests: "dict[str, bytes]") -> bool:
-    paths = [os.path.realpath(file.local) for file in (a, b)]
+    paths = [os.path.realpath(file.local) if file.remote is None else file.remote.url for file in (a, b)]
     if paths[0] == paths[1]:
         return True
     for path, file in zip(paths, (a, b), strict=True):

@@ -26,8 +26,8 @@ from ..atomic import sync_folder
 from ..core import as_count
 from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError
 from ..formats.ids import DocumentIdsWriter, ids_path
-from ..formats.layout import loss_path
 from ..formats.own import TokenFileWriter, token_dtype
+from ..formats.places import loss_path
 from ..permute import derive_key, permute_numbers
 from .documents import InputFile, Span, cut_into_pieces, list_inputs
 from .pieces import ASSEMBLED, Content, Piece, PieceReader, is_ours, piece_name, read_piece

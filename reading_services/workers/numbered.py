@@ -11,6 +11,7 @@ import numpy as np
 
 from ...datapipes._torch import DataPipe
 from ...datapipes.core import IndexedDataPipe
+from ...datapipes.fetch_ahead import serve_others
 from ...datapipes.kernels import load_kernels
 from ...datapipes.notes import deliver_notes
 from ..interface import WorkerInfo
@@ -32,6 +33,7 @@ class NumberedWork:
 
     def begin(self, lines: Lines, worker: int) -> DataPipe:
         graph, beside = from_bytes(self._graph)
+        serve_others()
         if beside["worker_init_fn"] is not None:
             graph = beside["worker_init_fn"](graph, WorkerInfo(self._workers, worker))
         if isinstance(graph, IndexedDataPipe):
