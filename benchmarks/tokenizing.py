@@ -9,6 +9,9 @@ standard library's source files (no network); the text is those files as JSON li
                      integers of two bytes, document ends, ids in a sidecar, hashing, writing, fsync, the
                      finished file under its name
     …, shuffled      the same with shuffle_documents
+    …, from Parquet, from .jsonl.zst    the same documents, in a file of 256 rows a group, in a packed file a core
+    datatrove        its JsonlReader and DocumentTokenizer under a LocalPipelineExecutor, a task and a file of lines a
+                     core; its files stay as they are, one a task (to merge them would be another step)
 
 They take turns; a ratio is taken within its round. Before anything is timed the file's tokens are compared with
 encode_batch's.
@@ -18,6 +21,7 @@ there, and a run of days that a kill does not send back to its beginning.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -26,6 +30,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +90,50 @@ def check(tokenizer: Tokenizer, texts: list[str], made: Path) -> int:
     return start
 
 
+def write_parts(folder: Path, texts: list[str], suffix: str, parts: int) -> Path:
+    """The documents in order in as many files of JSON lines, packed or not."""
+    import fsspec
+
+    folder.mkdir()
+    for number in range(parts):
+        here = texts[len(texts) * number // parts : len(texts) * (number + 1) // parts]
+        with fsspec.open(str(folder / f"{number:03}.jsonl{suffix}"), "wt", compression="infer") as file:
+            for text in here:
+                file.write(json.dumps({"text": text, "id": "x"}) + "\n")
+    return folder
+
+
+def write_parquet(path: Path, texts: list[str]) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=256)
+    return path
+
+
+def with_datatrove(lines: Path, tokenizer: Path, folder: Path, tasks: int) -> int:
+    """Runs it; the tokens that it wrote."""
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    LocalPipelineExecutor(
+        [
+            JsonlReader(str(lines)),
+            DocumentTokenizer(
+                str(folder / "out"),
+                tokenizer_name_or_path=str(tokenizer),
+                eos_token=END_OF_TEXT,
+                shuffle_documents=False,
+            ),
+        ],
+        tasks=tasks,
+        workers=tasks,
+        logging_dir=str(folder / "logs"),
+    ).run()
+    return sum(path.stat().st_size for path in (folder / "out").glob("*.ds")) // 2
+
+
 def measure(folder: Path, megabytes: float, rounds: int, vocab_size: int) -> tuple[dict[str, list[float]], int, int]:
     """({contender: seconds of each round}, tokens, bytes of text)."""
     library = standard_library()
@@ -108,16 +157,29 @@ def measure(folder: Path, megabytes: float, rounds: int, vocab_size: int) -> tup
         for batch in batches:
             how(batch)
 
-    def build(shuffled: bool) -> None:
+    def build(shuffled: bool, inputs: Path = lines, ids: "str | None" = "id") -> None:
         made = folder / f"{shuffled}.tok"
-        tokenize_files(lines, made, folder / "tokenizer.json", ids="id", shuffle_documents=shuffled, progress=False)
+        tokenize_files(inputs, made, folder / "tokenizer.json", ids=ids, shuffle_documents=shuffled, progress=False)
+
+    cores = len(os.sched_getaffinity(0))
+    parts, packed = (write_parts(folder / f"parts{suffix}", texts, suffix, cores) for suffix in ("", ".zst"))
+    rows = write_parquet(folder / "library.parquet", texts)
+    runs = itertools.count()
+    counted: list[int] = []
+
+    def datatrove() -> None:
+        counted.append(with_datatrove(parts, folder / "tokenizer.json", folder / f"datatrove-{next(runs)}", cores))
 
     contenders: dict[str, Callable[[], None]] = {
         "encode_batch": lambda: encode(tokenizer.encode_batch),
         "encode_batch_fast": lambda: encode(tokenizer.encode_batch_fast),
         "tokenize_files": lambda: build(False),
         "tokenize_files, shuffled": lambda: build(True),
+        "tokenize_files, from Parquet": lambda: build(False, rows, None),
+        "tokenize_files, from .jsonl.zst": lambda: build(False, packed),
     }
+    if all(find_spec(package) for package in ("datatrove", "orjson")):
+        contenders["datatrove"] = datatrove
     build(False)
     tokens = check(tokenizer, texts, folder / "False.tok")
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -126,6 +188,8 @@ def measure(folder: Path, megabytes: float, rounds: int, vocab_size: int) -> tup
             began = time.perf_counter()
             contenders[name]()
             seconds[name].append(time.perf_counter() - began)
+    if set(counted) - {tokens}:
+        raise SystemExit(f"datatrove made {counted} tokens, encode_batch gives {tokens}")
     return seconds, tokens, size
 
 
@@ -146,7 +210,7 @@ def main() -> None:
         seconds, tokens, size = measure(Path(folder), options.megabytes, options.rounds, options.vocab_size)
     cores = len(os.sched_getaffinity(0))
     print(f"## Tokenising {size / 1e6:,.1f} MB of text to {tokens:,} tokens on {cores} cores\n")
-    print(machine("tokenizers", "torch", "numpy", "numba"))
+    print(machine("tokenizers", "datatrove", "pyarrow", "torch", "numpy", "numba"))
     print(f"\nMedians of {options.rounds} rounds:\n")
     rows = []
     for name, took in seconds.items():
@@ -155,6 +219,9 @@ def main() -> None:
         target = f"≥ {TARGET:.0%}: {'yes' if middle >= TARGET else 'no'}" if name == "tokenize_files" else ""
         speed = statistics.median(tokens / s for s in took)
         rows.append([name, f"{speed:,.0f}", f"{middle:.1%}", f"{low:.0%}–{high:.0%}", target])
+    if "datatrove" in seconds:
+        pairs = zip(seconds["datatrove"], seconds["tokenize_files"], strict=True)
+        print(f"tokenize_files over datatrove: {statistics.median(a / b for a, b in pairs):.1f} ×\n")
     print(table(["", "tokens/s", "of encode_batch", "quartiles", "target"], rows))
 
 

@@ -1,10 +1,13 @@
-"""Make a token file from text files and JSON lines.
+"""Make a token file from texts, JSON lines, Parquet and data sets.
 
     tokenpipe tokenize corpus/*.jsonl --output prose.tok --tokenizer tokenizer.json --ids url
     tokenpipe tokenize src/ --output code.tok --tokenizer byte --shuffle-documents --seed 7
+    tokenpipe tokenize "s3://corpus/*.jsonl.zst" web.parquet --output s3://tokens/web.tok --tokenizer tokenizer.json
 
-An INPUT is a file, a folder (all files in it but hidden ones) or a quoted pattern. A text file is one document;
-in a file of JSON lines (.jsonl, .ndjson, .json) each line is. Each document is closed by the end-of-text token.
+An INPUT is a file, a folder (all files in it but hidden ones), a quoted pattern, a URL of these, a folder that
+`datasets` wrote, or dataset:NAME[:CONFIG][@REVISION] for its load_dataset. A text file is one document; in a file of
+JSON lines (.jsonl, .ndjson, .json) each line is, in Parquet and Arrow files each row. Texts and JSON lines may be
+packed (.gz, .zst, .bz2, .xz, .lz4). Each document is closed by the end-of-text token.
 
 Interrupted or killed, the same command goes on from what was finished, and the file has the same bits as that of
 an unbroken run, with any number of workers. Finished pieces are kept in OUTPUT.pieces until the file is whole.
@@ -18,7 +21,7 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files, folders, patterns; taken in this order")
-    parser.add_argument("--output", required=True, metavar="X", help="the token file; one that is there is replaced")
+    parser.add_argument("--output", required=True, metavar="X", help="the token file or its URL; one there is replaced")
     parser.add_argument(
         "--tokenizer",
         required=True,
@@ -26,15 +29,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a `tokenizers` JSON file, a folder that holds a tokenizer.json, a name on the Hugging Face hub, or "
         "byte: the built-in bytes",
     )
-    parser.add_argument("--column", default="text", help="of JSON lines: the text (default: %(default)s)")
+    parser.add_argument("--column", default="text", help="of lines and rows: the text (default: %(default)s)")
     parser.add_argument(
-        "--ids", metavar="COLUMN", help="of JSON lines: an id or URL, kept in X.ids; a text file's is its path"
+        "--ids", metavar="COLUMN", help="of lines and rows: an id or URL, kept in X.ids; a text file's is its path"
     )
     parser.add_argument(
         "--kind",
-        choices=("auto", "text", "jsonl"),
+        choices=("auto", "text", "jsonl", "parquet", "arrow"),
         default="auto",
         help="what the inputs are (default: %(default)s, by their names)",
+    )
+    parser.add_argument("--split", default="train", help="of data sets of `datasets` (default: %(default)s)")
+    parser.add_argument(
+        "--work",
+        metavar="FOLDER",
+        help="where the file of a URL is made, until it is uploaded (default: a cache)",
     )
     close = parser.add_mutually_exclusive_group()
     close.add_argument("--end-of-text", metavar="TOKEN", help="what closes documents (default: the tokenizer's own)")
@@ -59,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
             column=arguments.column,
             ids=arguments.ids,
             kind=arguments.kind,
+            split=arguments.split,
+            work=arguments.work,
             end_of_text=arguments.end_of_text or not arguments.no_end_of_text,
             shuffle_documents=arguments.shuffle_documents,
             seed=arguments.seed,

@@ -79,9 +79,6 @@ def _new(kind: Any, protocol: str, options: "dict[str, Any]", uploading: bool) -
     made = kind(**options, skip_instance_cache=True)
     if protocol in S3 and not uploading:
         made.retries = 1  # ours are the tries; see attempts.py
-    listings: Any = getattr(made, "dircache", None)
-    if hasattr(listings, "use_listings_cache"):
-        listings.use_listings_cache = False  # a listing of an hour ago is no answer
     return made
 
 

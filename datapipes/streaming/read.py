@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentTypeError, DocumentError, StateError
+from ..errors import ArgumentTypeError, ConfigurationError, DocumentError, StateError
 from ..fingerprint import files_fingerprint
 from ..formats.layout import TokenLayout
-from ..tokenize.documents import Span, list_inputs, read_documents
+from ..tokenize.documents import Span, read_documents
+from ..tokenize.listing import list_inputs
+from ..tokenize.opening import shown
 from .base import StreamingDataPipe
 
 __all__ = ["JsonLinesReader"]
@@ -49,6 +51,12 @@ class JsonLinesReader(StreamingDataPipe):
         if not isinstance(column, str):
             raise ArgumentTypeError(f"column is the name of a column, got {column!r}")
         self.files, self.column = list_inputs(inputs, kind="jsonl"), column
+        for file in self.files:
+            if file.packed or file.remote or file.kind != "jsonl":
+                raise ConfigurationError(
+                    f"{shown(file.path)}: a stream goes on at a byte of a file: plain JSON lines on this machine would "
+                    "do; tokenize_files reads packed and remote files"
+                )
 
     @property
     def settings(self) -> "dict[str, Any]":

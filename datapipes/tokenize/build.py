@@ -29,8 +29,11 @@ from ..formats.ids import DocumentIdsWriter, ids_path
 from ..formats.own import TokenFileWriter, token_dtype
 from ..formats.places import loss_path
 from ..permute import derive_key, permute_numbers
-from .documents import InputFile, Span, cut_into_pieces, list_inputs
+from .documents import InputFile, Span, cut_into_pieces
+from .listing import list_inputs
+from .opening import shown
 from .pieces import ASSEMBLED, Content, Piece, PieceReader, is_ours, piece_name, read_piece
+from .placing import is_url, upload, work_folder
 from .pool import Workers
 from .tokenizers import ByteTokenizer, TextTokenizer, load_tokenizer
 
@@ -93,29 +96,35 @@ def tokenize_files(
     dtype: object = None,
     piece_bytes: "int | None" = None,
     progress: "bool | None" = None,
+    split: str = "train",
+    work: "str | os.PathLike[str] | None" = None,
 ) -> TokenizeSummary:
-    """Writes one token file of ours from text files and JSON lines, each document closed by an end-of-text token.
+    """Writes one token file of ours from texts, each document closed by an end-of-text token.
 
     Killed at any moment and called again with the same arguments it goes on from what was finished, and the
     file has the same bits as that of an unbroken run, with any number of workers. Finished pieces are kept in
-    `OUTPUT.pieces` until the file is whole; nothing else ever stands under `output`.
+    `OUTPUT.pieces` until the file is whole; nothing else ever stands under `output`. Where that is a URL the file is
+    made in `work` and uploaded at the end; it stands there until it is uploaded.
 
     Documents without a token are left out and counted. Text that spells a special token becomes that token, as
     the tokenizer has it; truncation, padding and templates in a tokenizer's file are not applied.
 
     Args:
-        inputs: paths, folders (all files in them but hidden ones), glob patterns; see `list_inputs`.
-        output: the token file; an existing one is replaced at the end.
+        inputs: paths, folders (all files in them but hidden ones), glob patterns, URLs of these, data sets: texts,
+            JSON lines (both packed too), Parquet, Arrow; see `listing.list_inputs`.
+        output: the token file, a path or a URL; an existing one is replaced at the end.
         tokenizer: "byte", or the path of a `tokenizers` JSON file; see `load_tokenizer`.
-        column: of JSON lines: the text. ids: of JSON lines: the column whose values (strings, integers) are kept
-            in `OUTPUT.ids`, for `TokenReader.document_id`; a text file's id is its path.
-        kind: "text", "jsonl", or "auto": JSON lines where the name ends in .jsonl, .ndjson or .json.
+        column: of JSON lines and rows: the text. ids: of those: the column whose values (strings, integers) are
+            kept in `OUTPUT.ids`, for `TokenReader.document_id`; a text file's id is its path.
+        kind: "text", "jsonl", "parquet", "arrow", or "auto": by the files' names.
         end_of_text: the token that closes documents; True: the tokenizer's own, False: none.
         shuffle_documents: the documents in the order of a permutation keyed by `seed`, their ids with them.
         workers: processes, each with one thread; left out: as many as this process may use cores.
         dtype: of the file; left out: uint16 for vocabularies up to 65,536, else uint32.
         piece_bytes: of input, in one piece of the work; it changes no bit of the result.
         progress: a bar on stderr; None: where that is a terminal.
+        split: of data sets of `datasets`.
+        work: a folder, for the file of a URL; left out: one in the user's cache folder.
 
     Raises ConfigurationError, ArgumentTypeError; DocumentError for what is no document, naming file and line;
     TokenFileError for a file that cannot be read, and where the disk is full; WorkerError.
@@ -140,18 +149,15 @@ def tokenize_files(
     count = as_count("workers", _cores() if workers is None else workers)
     key = derive_key(as_count("seed", seed, 0), "shuffle_documents")
     began = time.perf_counter()
-    target = Path(output)
-    if target.is_dir() or not target.parent.is_dir():
-        wrong = "is a folder" if target.is_dir() else "its folder does not exist"
-        raise ConfigurationError(f"{target}: {wrong}; the name of a file in a folder that exists would do")
+    folder, url = work_folder(output, work), os.fspath(output) if is_url(output) else None
+    target = folder / ASSEMBLED if url else Path(output)
     found = load_tokenizer(tokenizer, end_of_text if isinstance(end_of_text, str) else None)
     if end_of_text is not False and found.end_of_text is None:
         raise ConfigurationError(
             f"{found.name}: no token of its vocabulary is known to close documents; name it by end_of_text=, or say "
             "end_of_text=False (--end-of-text NAME, --no-end-of-text)"
         )
-    folder = target.with_name(target.name + ".pieces")
-    files = list_inputs(inputs, kind, leave_out=(target, ids_path(target), folder))
+    files = list_inputs(inputs, kind, (target, ids_path(target), folder), split)
     settings = {
         "version": VERSION,
         "tokenizer": found.hash.hex(),
@@ -174,11 +180,14 @@ def tokenize_files(
             contextlib.closing(_finished(files, size, job, count, bar)) as pieces,
         ):
             writer = _assemble(folder, pieces, found, settings, key if shuffle_documents else None)
-        _put_in_place(writer.path, target, with_ids=ids is not None)
+        if url:
+            upload(writer.path, url, with_ids=ids is not None)
+        else:
+            _put_in_place(writer.path, target, with_ids=ids is not None)
         _clear(folder, is_ours)
     seconds = time.perf_counter() - began
     return TokenizeSummary(
-        path=str(target),
+        path=shown(url) if url else str(target),
         documents=writer.documents,
         empty_documents=bar.empty,
         tokens=writer.tokens,
@@ -248,7 +257,7 @@ def _assemble(
 def _content(reader: PieceReader, pieces: Iterator[Piece], key: "int | None") -> "Iterator[Content]":
     """What stands in the file, in blocks: the pieces as they come, or all documents permuted."""
     if key is None:
-        yield from map(reader.whole, pieces)
+        yield from reader.in_blocks(pieces, BLOCK_BYTES)
         return
     done = list(pieces)
     total = sum(piece.documents for piece in done)

@@ -13,7 +13,9 @@ Little-endian:
 import hashlib
 import json
 import os
+import shutil
 import struct
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,12 +25,15 @@ import numpy as np
 
 from ..atomic import NewFile
 from .documents import Span
+from .opening import shown
 
 __all__ = ["ASSEMBLED", "Content", "Piece", "PieceReader", "PieceWriter", "is_ours", "piece_name", "read_piece"]
 
 MAGIC = b"TOKPIEC1"
 _HEADER = struct.Struct("<8s5Q")
 OPEN_FILES = 64
+LOOKED_UP = 1 << 14  # ends of documents in one go
+IDS_BYTES = 1 << 22  # of a piece that is written, in memory
 ASSEMBLED = "assembled.tok"
 
 Content = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -55,7 +60,8 @@ class Piece(NamedTuple):
 
 def piece_name(settings: "dict[str, Any]", spans: Sequence[Span]) -> str:
     """The same for the same bits: hash of the settings and of each span's file, size, time and bytes."""
-    text = json.dumps([settings, spans], sort_keys=True)
+    named = [(*span[1:], shown(span.file.path), *span.file[1:]) for span in spans]  # a URL may be signed anew
+    text = json.dumps([settings, named], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() + ".piece"
 
 
@@ -73,7 +79,9 @@ class PieceWriter:
         self.path, self.dtype, self.ids = path, dtype, ids
         self.empty = self.tokens = self.text_bytes = 0
         self._ends: list[np.ndarray] = []
-        self._ids: list[bytes] = []
+        self._id_sizes: list[np.ndarray] = []
+        # on the disk where they are many: a packed file is one piece, however large
+        self._ids = tempfile.SpooledTemporaryFile(IDS_BYTES, dir=str(path.parent))  # noqa: SIM115
         self._new = NewFile(path)
         self._file = self._new.file
         self._file.write(bytes(_HEADER.size))
@@ -82,24 +90,28 @@ class PieceWriter:
         """Appends documents: tokens (t,) of the piece's dtype, ends (n,) in them, and as many ids or none."""
         self._file.write(tokens.tobytes())
         self._ends.append(ends.astype("<u8") + np.uint64(self.tokens))
-        self._ids += ids
+        self._ids.write(b"".join(ids))
+        self._id_sizes.append(np.fromiter(map(len, ids), "<u8", len(ids)))
         self.tokens += tokens.size
 
     def close(self) -> Piece:
         ends = np.concatenate(self._ends) if self._ends else np.empty(0, "<u8")
         self._file.write(bytes(-self._file.tell() % 8))
         self._file.write(ends.tobytes())
-        text = b"".join(self._ids)
-        if self.ids:
-            self._file.write(np.cumsum([len(one) for one in self._ids], dtype="<u8").tobytes())
-            self._file.write(text)
-        piece = Piece(str(self.path), ends.size, self.empty, self.tokens, self.text_bytes, len(text))
+        id_bytes = self._ids.tell()
+        if self.ids and self._id_sizes:
+            self._file.write(np.cumsum(np.concatenate(self._id_sizes), dtype="<u8").tobytes())
+            self._ids.seek(0)
+            shutil.copyfileobj(self._ids, self._file, 1 << 20)
+        self._ids.close()
+        piece = Piece(str(self.path), ends.size, self.empty, self.tokens, self.text_bytes, id_bytes)
         self._file.seek(0)
         self._file.write(_HEADER.pack(MAGIC, *piece[1:]))
         self._new.keep()
         return piece
 
     def abort(self) -> None:
+        self._ids.close()
         self._new.drop()
 
 
@@ -123,16 +135,22 @@ class PieceReader:
         self.dtype, self.ids = dtype, ids
         self._open: OrderedDict[str, int] = OrderedDict()
 
-    def whole(self, piece: Piece) -> Content:
-        """All documents of a piece."""
-        ends, id_ends, first_id, _ = piece.offsets(self.dtype.itemsize, self.ids)
-        eights, count = np.dtype("<u8"), piece.documents
-        return (
-            self._read(piece, self.dtype, piece.tokens, _HEADER.size),
-            self._read(piece, eights, count, ends),
-            self._read(piece, np.dtype(np.uint8), piece.id_bytes, first_id),
-            self._read(piece, eights, count if self.ids else 0, id_ends),
-        )
+    def in_blocks(self, pieces: "Iterable[Piece]", block_bytes: int) -> Iterator[Content]:
+        """All documents of pieces, in blocks of about `block_bytes` of tokens, or of one longer document."""
+        eights, width = np.dtype("<u8"), self.dtype.itemsize
+        for piece in pieces:
+            table, id_table, first_id, _ = piece.offsets(width, self.ids)
+            done = low = id_low = 0
+            while done < piece.documents:
+                ends = self._read(piece, eights, min(LOOKED_UP, piece.documents - done), table + 8 * done)
+                count = max(1, int(np.searchsorted(ends, low + block_bytes // width, side="right")))
+                ends, high = ends[:count], int(ends[count - 1])
+                tokens = self._read(piece, self.dtype, high - low, _HEADER.size + low * width)
+                id_ends = self._read(piece, eights, count if self.ids else 0, id_table + 8 * done)
+                id_high = int(id_ends[-1]) if self.ids else 0
+                text = self._read(piece, np.dtype(np.uint8), id_high - id_low, first_id + id_low)
+                yield tokens, ends - np.uint64(low), text, id_ends - np.uint64(id_low)
+                done, low, id_low = done + count, high, id_high
 
     def gathered(self, pieces: Sequence[Piece], numbers: "Iterable[np.ndarray]", block_bytes: int) -> Iterator[Content]:
         """Documents in any order, in blocks of about `block_bytes`.

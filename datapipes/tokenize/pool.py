@@ -19,6 +19,7 @@ from typing import Any
 
 from .. import errors
 from .documents import Span
+from .opening import shown
 from .pieces import Piece
 
 __all__ = ["Workers"]
@@ -142,7 +143,7 @@ class Workers:
         status = self._processes[number].wait()
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         at = next(iter(self._tasks[number].values()), None)
-        where = f" while it tokenised {at[0].file.path} from byte {at[0].start} on" if at else ""
+        where = f" while it tokenised {shown(at[0].file.path)} from byte {at[0].start} on" if at else ""
         memory = " (memory ran out?)" if status == -signal.SIGKILL else ""
         raise errors.WorkerError(
             f"a worker process ended by {how}{memory}{where}; run the same again: finished pieces are kept"

@@ -93,7 +93,7 @@ def make_piece(
                 flat, ends = _closed([encoded[k] for k in kept], end_of_text)
                 if int(flat.max()) >= limit:
                     raise errors.TokenIdError(
-                        f"{batch[0].path}: token id {flat.max()} does not fit: ids are 0 … {limit - 1} "
+                        f"{batch[0].where}: token id {flat.max()} does not fit: ids are 0 … {limit - 1} "
                         f"(dtype {writer.dtype.name}, vocab_size {tokenizer.vocab_size})"
                     )
                 names = [] if ids is None else [_utf8(batch[k], batch[k].id) for k in kept]
