@@ -9,6 +9,7 @@ standard library's source files (no network); the text is those files as JSON li
                      integers of two bytes, document ends, ids in a sidecar, hashing, writing, fsync, the
                      finished file under its name
     …, shuffled      the same with shuffle_documents
+    tokenize_shards  the same to eight files, their hashes and a manifest of them
     …, from Parquet, from .jsonl.zst    the same documents, in a file of 256 rows a group, in a packed file a core
     datatrove        its JsonlReader and DocumentTokenizer under a LocalPipelineExecutor, a task and a file of lines a
                      core; its files stay as they are, one a task (to merge them would be another step)
@@ -25,6 +26,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import statistics
 import sysconfig
 import tempfile
@@ -37,7 +39,7 @@ import numpy as np
 from report import machine, table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tokenpipe.datapipes import TokenReader, tokenize_files
+from tokenpipe.datapipes import TokenReader, tokenize_files, tokenize_shards
 
 END_OF_TEXT = "<|endoftext|>"
 BATCH = 4_000_000  # characters in one call of encode_batch
@@ -170,11 +172,17 @@ def measure(folder: Path, megabytes: float, rounds: int, vocab_size: int) -> tup
     def datatrove() -> None:
         counted.append(with_datatrove(parts, folder / "tokenizer.json", folder / f"datatrove-{next(runs)}", cores))
 
+    def build_shards() -> None:
+        prefix, tokenizer = folder / "shards", folder / "tokenizer.json"
+        shutil.rmtree(folder / ".shards.shards", ignore_errors=True)  # all anew
+        tokenize_shards(lines, prefix, tokenizer, shards=8, ids="id", progress=False)
+
     contenders: dict[str, Callable[[], None]] = {
         "encode_batch": lambda: encode(tokenizer.encode_batch),
         "encode_batch_fast": lambda: encode(tokenizer.encode_batch_fast),
         "tokenize_files": lambda: build(False),
         "tokenize_files, shuffled": lambda: build(True),
+        "tokenize_shards": build_shards,
         "tokenize_files, from Parquet": lambda: build(False, rows, None),
         "tokenize_files, from .jsonl.zst": lambda: build(False, packed),
     }

@@ -11,6 +11,7 @@ stderr, a line each. Nothing stands under the output's name before it is whole; 
 import argparse
 import sys
 
+from .progress import add_progress, shown
 from .tables import escaped
 
 __all__ = ["add_arguments", "run"]
@@ -30,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end-of-text", type=int, metavar="ID", help="closes documents of inputs without stored document ends"
     )
-    show = parser.add_mutually_exclusive_group()
-    show.add_argument("--progress", action="store_true", help="a bar also where stderr is no terminal")
-    show.add_argument("--no-progress", action="store_true", help="no bar")
+    add_progress(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         output_dtype=arguments.output_dtype,
         vocab_size=arguments.vocab_size,
         end_of_text=arguments.end_of_text,
-        progress=True if arguments.progress else False if arguments.no_progress else None,
+        progress=shown(arguments),
     )
     for note in summary.notes:
         print(f"tokenpipe convert: {escaped(note)}", file=sys.stderr)

@@ -11,7 +11,7 @@ from importlib.metadata import version
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, str] = {
-    "tokenize": "make a token file from text files and JSON lines",
+    "tokenize": "make a token file, or many, from text files and JSON lines",
     "convert": "make a token file of one kind from token files of any",
     "inspect": "show what a token file holds",
     "manifest": "say what token files are in one file, so that runs begin without opening them",
@@ -47,7 +47,7 @@ def _main(arguments: "Sequence[str] | None") -> int:
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if given[:1] == [name]:  # only the asked one is imported
-            module = importlib.import_module(f"..{name}", __name__)
+            module = importlib.import_module(f".{name}", __package__)
             sub.description = module.__doc__
             module.add_arguments(sub)
     parsed = parser.parse_args(given)
@@ -64,3 +64,7 @@ def _main(arguments: "Sequence[str] | None") -> int:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))  # the place in a recipe
         print(f"tokenpipe {parsed.command}: {error}{notes}", file=sys.stderr)
         return FAILED
+
+
+if __name__ == "__main__":  # torchrun -m tokenpipe.cli.main
+    sys.exit(main())

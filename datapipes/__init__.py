@@ -76,7 +76,7 @@ from .streaming import (
     StreamLimiter,
     StreamSkipper,
 )
-from .tokenize import TokenizeSummary, load_tokenizer, tokenize_files
+from .tokenize import ShardsSummary, TokenizeSummary, load_tokenizer, tokenize_files, tokenize_shards
 from .topology import Topology
 from .tree import tree
 from .verify import VerifiedFile, verify_token_file
@@ -120,6 +120,7 @@ __all__ = [
     "SequencePacker",
     "SequenceResizer",
     "SequenceSlicer",
+    "ShardsSummary",
     "Skipper",
     "StreamLimiter",
     "StreamSkipper",
@@ -145,6 +146,7 @@ __all__ = [
     "read_manifest",
     "read_tokens",
     "tokenize_files",
+    "tokenize_shards",
     "tree",
     "verify_token_file",
     "write_manifest",

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -208,6 +210,23 @@ class Main:
         for pid in self.others():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def in_a_child(work: "Callable[[], Any]") -> int:
+    """Runs `work()` in a process of its own, for which 0 is returned at its end; its process id."""
+    child = os.fork()
+    if child == 0:
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())  # its own is shared by processes: a killed one would keep it
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return child
 
 
 @contextlib.contextmanager

@@ -12,14 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from tqdm import tqdm
 
+from processes import alive, in_a_child
 from tokenpipe.datapipes import TokenReader, load_tokenizer, tokenize_files, verify_token_file
 from tokenpipe.datapipes.errors import (
     ArgumentTypeError,
@@ -31,9 +30,10 @@ from tokenpipe.datapipes.errors import (
     WorkerError,
 )
 from tokenpipe.datapipes.formats.own import read_header
-from tokenpipe.datapipes.tokenize import build, pool
+from tokenpipe.datapipes.tokenize import assemble, build, pool
 from tokenpipe.datapipes.tokenize.documents import InputFile, Span, cut_into_pieces, read_documents
 from tokenpipe.datapipes.tokenize.listing import list_inputs
+from tokenpipe.datapipes.tokenize.locking import locked
 
 END = "<|endoftext|>"
 SOAK = bool(os.environ.get("TOKENPIPE_SOAK"))
@@ -163,8 +163,8 @@ def test_a_shuffle_is_a_permutation_of_the_documents_and_their_ids_move_along(tm
 def test_the_bits_are_the_same_for_any_workers_and_pieces(tmp_path, lines, bpe, tokenizer, shuffled, monkeypatch):
     bits = set()
     for workers, piece_bytes, block in ((1, None, 1 << 24), (3, 5000, 500), (2, 700, 1)):
-        monkeypatch.setattr(build, "BLOCK_BYTES", block)
-        monkeypatch.setattr(build, "SHUFFLED", 1 << 16 if workers == 1 else 37)
+        monkeypatch.setattr(assemble, "BLOCK_BYTES", block)
+        monkeypatch.setattr(assemble, "SHUFFLED", 1 << 16 if workers == 1 else 37)
         tokenize_files(
             [lines],
             tmp_path / "x.tok",
@@ -213,34 +213,12 @@ def test_text_files_are_a_document_each_in_the_order_of_their_names_and_their_id
 # Killed, and run again ----------------------------------------------------------------------------------
 
 
-def in_a_child(work) -> int:
-    """Runs `work()` in a process of its own, for which 0 is returned at its end; its process id."""
-    child = os.fork()
-    if child == 0:
-        tqdm.set_lock(threading.RLock())  # its own is shared by processes: a killed one would keep it
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return child
-
-
 def children_of(process: int) -> "list[int]":
     found = []
     for thread in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found += map(int, thread.read_text().split())
     return found
-
-
-def alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -379,7 +357,7 @@ def test_the_second_of_two_runs_refuses_and_a_lock_ends_with_its_process(tmp_pat
     output, work = tmp_path / "x.tok", tmp_path / "x.tok.pieces"
 
     def hold() -> None:
-        with build._locked(work):
+        with locked(work):
             (tmp_path / "held").touch()
             time.sleep(60)
 

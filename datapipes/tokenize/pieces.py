@@ -27,7 +27,7 @@ from ..atomic import NewFile
 from .documents import Span
 from .opening import shown
 
-__all__ = ["ASSEMBLED", "Content", "Piece", "PieceReader", "PieceWriter", "is_ours", "piece_name", "read_piece"]
+__all__ = ["ASSEMBLED", "Content", "Piece", "PieceReader", "PieceWriter", "Task", "is_ours", "piece_name", "read_piece"]
 
 MAGIC = b"TOKPIEC1"
 _HEADER = struct.Struct("<8s5Q")
@@ -38,6 +38,13 @@ ASSEMBLED = "assembled.tok"
 
 Content = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Documents end to end: tokens (t,), their ends (n,), the bytes of their ids (b,), the ends of those (n,) or (0,)."""
+
+
+class Task(NamedTuple):
+    """A piece to be made: of these spans, in this folder."""
+
+    folder: str
+    spans: "list[Span]"
 
 
 class Piece(NamedTuple):

@@ -10,7 +10,7 @@ from ..errors import ConfigurationError, TokenFileError
 from ..formats.ids import ids_path
 from .opening import shown
 
-__all__ = ["is_url", "upload", "work_folder"]
+__all__ = ["is_url", "remove", "upload", "work_folder"]
 
 
 def is_url(output: "str | os.PathLike[str]") -> bool:
@@ -53,13 +53,14 @@ def upload(made: Path, url: str, with_ids: bool) -> None:
     from .. import remote
 
     for old in (".loss", *([] if with_ids else [".ids"])):  # of the file that stood here before
-        _remove(url + old)
+        remove(url + old)
     if with_ids:
         remote.upload(ids_path(made), url + ".ids")
     remote.upload(made, url)
 
 
-def _remove(url: str) -> None:
+def remove(url: str) -> None:
+    """Takes a file away that may be there; a web server's stays. Raises TokenFileError."""
     from ..remote import look_up
     from ..remote.file_systems import WEB, file_system, path_of
     from ..remote.urls import protocol_of

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import errors
-from .documents import Span
 from .opening import shown
-from .pieces import Piece
+from .pieces import Piece, Task
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "raise_said"]
 
 AHEAD = 2  # tasks a worker has: one at work, one waiting, so that none waits for the parent
 
@@ -48,7 +47,7 @@ class Workers:
 
     def __init__(self, count: int, job: "dict[str, Any]") -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._tasks: list[dict[int, list[Span]]] = []  # of each process: those it has not finished
+        self._tasks: list[dict[int, Task]] = []  # of each process: those it has not finished
         self._rests: list[bytes] = []  # of each process: the beginning of a line
         self._selector = selectors.DefaultSelector()
         one_thread = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -74,31 +73,29 @@ class Workers:
             self.close()
             raise
 
-    def run(
-        self, tasks: "Iterator[tuple[int, list[Span] | Piece]]", progress: "Callable[[int, int], None]"
-    ) -> Iterator[Piece]:
+    def run(self, tasks: "Iterator[Task | Piece]", progress: "Callable[[int, int], None]") -> Iterator[Piece]:
         """The pieces in order.
 
         Args:
-            tasks: (number, what to do), numbers from 0 on; or (number, the piece that was done before).
+            tasks: what to do, or the piece that was done before; taken as late as the processes allow.
             progress: called with (bytes of input, tokens) as they are done.
 
         Raises what a worker raised, or WorkerError where one ended.
         """
         done: dict[int, Piece] = {}
-        ahead, last = 0, False
+        dealt, ahead, last = 0, 0, False
         while True:
             while not last and (free := self._free()) is not None:
-                found = next(tasks, None)
-                if found is None:
+                what = next(tasks, None)
+                if what is None:
                     last = True
                     break
-                number, what = found
+                number, dealt = dealt, dealt + 1
                 if isinstance(what, Piece):
                     done[number] = what
                     break  # so that a thousand of them are not collected first
                 self._tasks[free][number] = what
-                self._send(free, {"number": number, "spans": what})
+                self._send(free, {"number": number, **what._asdict()})
             while ahead in done:
                 yield done.pop(ahead)
                 ahead += 1
@@ -134,7 +131,7 @@ class Workers:
             if "batch" in answer:
                 progress(*answer["batch"])
             elif "error" in answer:
-                _raise(answer)
+                raise_said(answer)
             else:
                 del self._tasks[number][answer["done"]]
                 done[answer["done"]] = Piece(*answer["piece"])
@@ -143,7 +140,8 @@ class Workers:
         status = self._processes[number].wait()
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         at = next(iter(self._tasks[number].values()), None)
-        where = f" while it tokenised {shown(at[0].file.path)} from byte {at[0].start} on" if at else ""
+        first = at.spans[0] if at else None
+        where = f" while it tokenised {shown(first.file.path)} from byte {first.start} on" if first else ""
         memory = " (memory ran out?)" if status == -signal.SIGKILL else ""
         raise errors.WorkerError(
             f"a worker process ended by {how}{memory}{where}; run the same again: finished pieces are kept"
@@ -164,7 +162,7 @@ class Workers:
                 process.wait()
 
 
-def _raise(answer: "dict[str, Any]") -> None:
+def raise_said(answer: "dict[str, Any]") -> None:
     """Raises what a worker said: our own errors as such, the system's as OSError, others as WorkerError."""
     kind = getattr(errors, answer["error"], None) if answer["error"] in errors.__all__ else None
     if answer.get("errno") is not None:

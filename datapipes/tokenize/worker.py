@@ -3,7 +3,7 @@
 It is started by pool.py as a plain child, with nothing pickled and the caller's `__main__` not imported. It
 ends when its input does: at once, whatever it was at, also when the parent was killed.
 
-    in    the job (settings), then a task {"number", "spans"} a line
+    in    the job (settings), then a task {"number", "folder", "spans"} a line
     out   {"batch": [bytes of input, tokens]}    for the progress bar
           {"done": number, "piece": […]}         the piece has its name
           {"error": class, "message", "errno"}   the process ends
@@ -26,7 +26,7 @@ from .documents import Document, InputFile, Span, read_documents
 from .pieces import PieceWriter, piece_name
 from .tokenizers import TextTokenizer, load_tokenizer
 
-__all__ = ["main", "make_piece"]
+__all__ = ["main", "make_piece", "said"]
 
 BATCH = 1 << 20  # characters in one call of the tokenizer; and at most
 BATCH_DOCUMENTS = 4096
@@ -50,21 +50,25 @@ def main() -> None:
         while True:
             task = tasks.get()
             spans = [Span(InputFile(*file), start, end) for file, start, end in task["spans"]]
-            piece = make_piece(tokenizer, spans, Path(job["folder"]), job["settings"], lambda *done: answer(batch=done))
+            piece = make_piece(
+                tokenizer, spans, Path(task["folder"]), job["settings"], lambda *done: answer(batch=done)
+            )
             answer(done=task["number"], piece=piece)
     except BrokenPipeError:  # nobody listens any more
         os._exit(1)
     except BaseException as error:
-        known = isinstance(error, (errors.TokenpipeError, OSError))
-        message = str(error) if known else traceback.format_exc()
-        if isinstance(error, OSError):
-            message = error.strerror or message
-        answer(error=type(error).__name__, message=message, **_of_file(error))
+        answer(**said(error))
         os._exit(1)
 
 
-def _of_file(error: BaseException) -> "dict[str, Any]":
-    return {"errno": error.errno, "filename": error.filename} if isinstance(error, OSError) else {}
+def said(error: BaseException) -> "dict[str, Any]":
+    """An error as the words that `raise_said` makes one of again in another process."""
+    known = isinstance(error, (errors.TokenpipeError, OSError))
+    message = str(error) if known else traceback.format_exc()
+    of_file = {}
+    if isinstance(error, OSError):
+        message, of_file = error.strerror or message, {"errno": error.errno, "filename": error.filename}
+    return {"error": type(error).__name__, "message": message, **of_file}
 
 
 def _listen(tasks: "queue.SimpleQueue[dict[str, Any]]") -> None:
