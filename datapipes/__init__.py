@@ -23,7 +23,8 @@ the documents of rows begin), kernels.py, filemap.py, pages.py (read-ahead, resi
 and draw.py (a graph as text, as a picture), names.py (of nodes), linting/ (what is wrong with a graph), pickled.py
 (what of it cannot travel), wrapped.py (what is put around nodes), arguments.py (what a recipe writes down),
 atomic.py, cache.py (what is made once on a machine), convert.py (files of one kind to another), verify.py (are they
-what they say), document_ends.py, loss_masks.py, rank_zero.py, rank_group.py (what ranks ask each other; full_sync.py:
+what they say), manifest.py (what they are, in one file: file_sums.py, token_files.py), document_ends.py,
+loss_masks.py, rank_zero.py, rank_group.py (what ranks ask each other; full_sync.py:
 streams end together), errors.py.
 
     >>> import tempfile, numpy as np

@@ -1,7 +1,7 @@
 """What this process has compared of token files with what their manifest says (`TokenReader(..., verify=)`).
 
     "size"   nothing here: sizes and headers are looked at by whoever opens a file
-    "open"   a file's fingerprint when this process first opens it: 64 blocks of 4 KiB (fingerprint.py)
+    "open"   a file's fingerprint when this process first opens it: 64 blocks of 4 KiB (fingerprint.py); the default
     "read"   besides, the CRC-32 of each block of 64 KiB before a token of it is first copied, and of the header and
              the stored document ends when these are; loss masks, and document ends in a file of their own, are hashed
 
@@ -24,7 +24,7 @@ from .errors import ConfigurationError, TokenFileError
 from .filemap import open_checked
 from .fingerprint import file_digest
 from .formats import DTYPES, TokenLayout
-from .formats.table import LayoutTable, distinct, integers, parts_of
+from .formats.table import LayoutTable, distinct, has_remote, integers, parts_of
 from .kernels import kernel
 
 if TYPE_CHECKING:
@@ -50,10 +50,24 @@ class _Found:
 _FOUND: "dict[Any, _Found]" = {}
 
 
-def as_level(verify: object, files: "Sequence[TokenLayout]") -> str:
-    """`verify`, if these files can be checked so. Raises ConfigurationError."""
+def as_level(verify: object, files: "Sequence[TokenLayout]", by_window: bool) -> str:
+    """`verify`, if these files can be checked so; None: "open" for those that a manifest says something of.
+
+    by_window: whether remote files are read window by window, of which no file and no block can be compared.
+
+    Raises ConfigurationError.
+    """
+    by_window = by_window and has_remote(files)
+    if verify is None:
+        known = isinstance(files, LayoutTable) or any(file.blocks is not None for file in files)
+        return "open" if known and not by_window else "size"
     if verify not in LEVELS:
         raise ConfigurationError(f"verify is {verify!r}; 'size', 'open' or 'read' would do")
+    if verify != "size" and by_window:
+        raise ConfigurationError(
+            f"io='ranged' reads of remote files no whole blocks that verify={verify!r} could compare; io='mmap', or "
+            "verify='size' would do"
+        )
     if verify == "size" or isinstance(files, LayoutTable):  # which is of a manifest
         return str(verify)
     without = next((file.path for file in files if not file.digest or file.blocks is None), None)
@@ -66,10 +80,10 @@ def as_level(verify: object, files: "Sequence[TokenLayout]") -> str:
 
 
 def with_verify(files: "Sequence[TokenLayout]", verify: str) -> "Sequence[TokenLayout]":
-    """The same files, compared so."""
+    """The same files, compared so, as far as they are of a manifest."""
     if isinstance(files, LayoutTable):
         return files.with_field("verify", verify)
-    return tuple(replace(file, verify=verify) for file in files)
+    return tuple(file if file.blocks is None else replace(file, verify=verify) for file in files)
 
 
 # One file -----------------------------------------------------------------------------------------------------
@@ -198,7 +212,9 @@ class BlockChecks:
 
     def opened(self, f: int) -> None:
         """File `f` is about to be opened. Raises TokenFileError."""
-        found = _look_at(self._gather.files[f])
+        if (file := self._gather.files[f]).verify == "size":
+            return
+        found = _look_at(file)
         if found.sums.size:
             self._found[f] = found
             self._good[self._base[f] : self._base[f] + self._counts[f]] = found.good
@@ -206,7 +222,7 @@ class BlockChecks:
     def all_good(self, places: Int64s, counts: Int64s) -> bool:
         """Whether every block that these stretches touch was found right."""
         gather = self._gather
-        return bool(
+        return not self._good.size or bool(
             kernel("blocks_good")[0](places, counts, gather.first, gather.itemcode, self._byte, self._table, self._good)
         )
 

@@ -12,7 +12,7 @@ Megatron's pairs, of which the lengths are stored, are added up and kept the sam
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from .errors import ConfigurationError, TokenFileError
 from .formats import TokenLayout
 from .formats.megatron import document_ends
 from .formats.places import read_parts
+from .formats.table import LayoutTable, parts_of
 
 if TYPE_CHECKING:
     from .read import TokenSpace
@@ -137,9 +138,10 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def find_ends(files: "Iterable[TokenLayout]") -> None:
+def find_ends(files: "Sequence[TokenLayout]") -> None:
     """Scans those of the files that must be, several at once: of many small ones, waiting for the disk is most."""
-    unknown = [file for file in files if file.ends_are_made]
+    asked = [part for part in parts_of(files) if not isinstance(part, LayoutTable) or part.makes_ends]
+    unknown = [file for part in asked for file in part if file.ends_are_made]
     if len(unknown) > 1:
         with ThreadPoolExecutor(min(MOST_THREADS, len(unknown)), "tokenpipe files") as pool:
             list(pool.map(scanned, unknown))

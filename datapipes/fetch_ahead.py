@@ -253,7 +253,7 @@ class FetchAhead:
         return 0 if remote is None else remote.size
 
     def _looks_for_shards(self) -> bool:
-        return not self._full and self._shards_from < min(self._at + FARTHEST // 2, self._end)
+        return bool(self._most) and not self._full and self._shards_from < min(self._at + FARTHEST // 2, self._end)
 
     def _looks_for_windows(self) -> bool:
         near = self._windows_from < min(self._at + FARTHEST_WINDOWS // 2, self._stop)

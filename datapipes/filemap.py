@@ -8,6 +8,7 @@ descriptor only for the call.
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,9 @@ __all__ = ["FileCopy", "FileMap", "SharedMap", "advise", "most_maps", "open_chec
 
 MOST_COPIED = 1 << 29
 """Bytes of small files that a process holds in memory where there are too many to be mapped (gather.py)."""
+
+SLAB = 1 << 25
+"""Bytes of memory that copies are put into, end to end."""
 
 
 @cache
@@ -128,6 +132,10 @@ class FileCopy:
     held = 0
     """Bytes that all copies of this process have."""
 
+    _slab = np.empty(0, np.uint8)  # large ones get large pages
+    _used = 0
+    _lock = threading.Lock()
+
     @staticmethod
     def room(size: int) -> bool:
         """Whether another copy of so many bytes may be made."""
@@ -137,20 +145,26 @@ class FileCopy:
         self.size = 0
         handle = open_checked(path, size, "read", since)
         try:
-            data = os.read(handle, size)
+            with FileCopy._lock:
+                if FileCopy._used + size > FileCopy._slab.size:
+                    FileCopy._slab, FileCopy._used = np.empty(max(size, SLAB), np.uint8), 0
+                self._data = FileCopy._slab[FileCopy._used : FileCopy._used + size]
+                FileCopy._used += -(-size // 64) * 64
+            got = os.readv(handle, [self._data.data])
         except OSError as error:
             raise TokenFileError(error.errno, f"cannot be read: {error.strerror}", str(path)) from error
         finally:
             os.close(handle)
-        if len(data) != size:
-            raise TokenFileError(f"{path}: {len(data)} bytes could be read of {size} when {since}")
-        self._data = np.frombuffer(data, np.uint8)
+        if got != size:
+            raise TokenFileError(f"{path}: {got} bytes could be read of {size} when {since}")
         self.address, self.size = self._data.__array_interface__["data"][0], size
         FileCopy.held += size
 
     def array(self, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
         """(count,) items from byte `offset` on."""
-        return np.frombuffer(self._data.data, dtype, count, offset)
+        array = np.frombuffer(self._data.data, dtype, count, offset)
+        array.flags.writeable = False
+        return array
 
     def close(self) -> None:
         """Its room may be used again; calling it again does nothing."""

@@ -20,7 +20,7 @@ from .descriptors import CLOSED, MAPPED, OpenFile, most_descriptors
 from .errors import ConfigurationError, TokenFileError, TokenIdError
 from .filemap import FileCopy, FileMap, advise, most_maps
 from .formats import TokenLayout
-from .formats.table import FileList, LayoutTable, distinct, has_remote, integers, itemcodes, parts_of
+from .formats.table import distinct, has_remote, integers, itemcodes, numbered_files, parts_of
 from .kernels import kernel
 from .pages import WATCH
 from .read import TokenSpace
@@ -104,7 +104,9 @@ class TokenGather:
         self.place: Int64s = np.concatenate([*place, np.empty(0, np.int64)])  # (pieces,) of the first token in its file
         self.bounds: Int64s = np.concatenate([*bounds, np.array([pieces], np.int64)])  # (entries + 1,)
         self.files: Sequence[TokenLayout]
-        self.files, self.file = _numbered([space.files for space in unique])  # (entries,) the number of each one's file
+        self.files, self.file = numbered_files(
+            [space.files for space in unique]
+        )  # (entries,) the number of each one's file
         if files is not None:
             self.files = files(self.files)
         self._by_file: Int64s = np.argsort(self.file, kind="stable")
@@ -466,25 +468,6 @@ class TokenGather:
                 f"token {places[i] - self.first[piece[i]] + self.place[piece[i]]} of the file; vocab_size is "
                 f"{limit[entry[i]]}"
             )
-
-
-def _numbered(lists: "list[Sequence[TokenLayout]]") -> "tuple[FileList, Int64s]":
-    """(all files, each once; (entries,) the number of each of these in that)."""
-    known: dict[Any, int] = {}
-    parts: list[Sequence[TokenLayout]] = []
-    numbers, count = [np.empty(0, np.int64)], 0
-    for files in lists:
-        if isinstance(files, LayoutTable):
-            first = known.setdefault(files.key, count)
-            new: Sequence[TokenLayout] = files if first == count else ()
-            numbers.append(np.arange(first, first + len(files)))
-        else:
-            new = [file for file in {id(file): file for file in files}.values() if id(file) not in known]
-            known |= {id(file): count + i for i, file in enumerate(new)}
-            numbers.append(np.array([known[id(file)] for file in files], np.int64))
-        parts.append(new)
-        count += len(new)
-    return FileList(parts), np.concatenate(numbers)
 
 
 def let_go(share: float) -> None:

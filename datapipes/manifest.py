@@ -65,7 +65,7 @@ MAYBE = ("documents", "max_token_id", "vocab_size", "end_of_text", "stored_end_o
 COLUMNS = frozenset([*TEXTS, *HASHES, *NUMBERS, *MAYBE])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Manifest(os.PathLike[str]):
     """What `read_manifest` found; it stands for its files wherever a path of them does.
 

@@ -28,7 +28,7 @@ from .fingerprint import files_fingerprint
 from .formats import DocumentIds, TokenLayout
 from .formats.ids import open_document_ids
 from .formats.places import as_place
-from .formats.table import distinct, has_remote, integers
+from .formats.table import distinct, integers
 from .token_files import as_paths, closed_by, listed_files
 
 if TYPE_CHECKING:
@@ -194,8 +194,9 @@ class TokenReader(TokenSpace):
             Loss masks, and document ends where they are stored, are mapped all the same. Both read copies of remote
             files, which are kept on this machine; "ranged" reads of a remote file the bytes of the windows alone.
         verify: how much of what a manifest says is compared in this process, which changes no batch: "size" (and what
-            headers say), "open" (each file's fingerprint when it is first opened), or "read" (besides, the CRC-32 of
-            each 64 KiB before a token of it is first read). What differs is a TokenFileError. Not with io="ranged".
+            headers say), "open" (each file's fingerprint when it is first opened; so where it is left out), or "read"
+            (besides, the CRC-32 of each 64 KiB before a token of it is first read). What differs is a TokenFileError.
+            Of remote files with io="ranged" only "size" is possible.
 
     Raises TokenFileError for a missing, empty, cut or damaged file; ConfigurationError for a dtype that
     is missing or wrong, an end_of_text that cannot be, or is not what a header says, an io or verify that there is
@@ -222,7 +223,7 @@ class TokenReader(TokenSpace):
         vocab_size: "int | None" = None,
         end_of_text: "int | None" = None,
         io: str = "mmap",
-        verify: str = "size",
+        verify: "str | None" = None,
     ) -> None:
         super().__init__()
         several = as_paths(paths)
@@ -238,13 +239,8 @@ class TokenReader(TokenSpace):
         if self.vocab_size is not None and largest >= self.vocab_size:
             file = next(file for file in files if (file.max_token_id or 0) >= self.vocab_size)
             raise TokenIdError(f"{file.path}: holds token id {file.max_token_id}, vocab_size is {self.vocab_size}")
-        self.verify = as_level(verify, files)
+        self.verify = as_level(verify, files, io == "ranged")
         if self.verify != "size":
-            if io == "ranged" and has_remote(files):
-                raise ConfigurationError(
-                    f"io='ranged' reads of remote files no whole blocks that verify={verify!r} could compare; "
-                    "io='mmap', or verify='size' would do"
-                )
             files = with_verify(files, self.verify)
         self.files, self.given_end_of_text = closed_by(files, end_of_text, self.vocab_size), end_of_text
         self._content: str | None = None

@@ -6,7 +6,8 @@
                  │            │                  │   │               sequence lengths: where each of them begins
 
 A boundary is where a row, a span of a row, a piece of a token space or a document begins (so also a file). The files'
-document ends are looked up where they are mapped, by address, and never copied: one binary search a span, then a walk.
+document ends are looked up where they are mapped, by address (few of them in a copy): one binary search a span, then a
+walk.
 """
 
 import threading
@@ -18,7 +19,8 @@ import numpy as np
 from .core import Int64s
 from .document_ends import find_ends
 from .filemap import FileMap
-from .gather import TokenGather
+from .formats.table import document_counts
+from .gather import SMALL, TokenGather
 from .kernels import kernel
 
 __all__ = ["DocumentFill", "RowDocuments"]
@@ -57,7 +59,7 @@ class RowDocuments:
     def __init__(self, gather: TokenGather) -> None:
         self._gather = gather
         find_ends(gather.files)
-        documents = np.array([file.documents for file in gather.files], np.int64)
+        self._documents = documents = document_counts(gather.files)
         self._entries = np.zeros((gather.bounds.size, 3), np.int64)  # bound, address (0: not mapped), documents
         self._entries[:, 0] = gather.bounds
         self._entries[:-1, 2] = documents[gather.file]
@@ -72,12 +74,12 @@ class RowDocuments:
     @property
     def missing(self) -> "list[str]":
         """The paths of files that store no document ends."""
-        return [file.path for file in self._gather.files if not file.documents]
+        return [self._gather.files[f].path for f in np.flatnonzero(self._documents == 0).tolist()]
 
     @property
     def known(self) -> bool:
         """Whether every file stores its document ends."""
-        return not self.missing
+        return bool(self._documents.all())
 
     def positions(self, places: Int64s, width: int) -> Int64s:
         """int64 (n, width): each token's place in its document as far as the row has it.
@@ -162,7 +164,10 @@ class RowDocuments:
             self._arrays[:] = [None] * len(self._arrays)  # in place: a walk that begins again holds the list
             self._maps.clear()
         ends: Any = self._gather.files[f].document_ends()
-        if isinstance(ends, np.memmap):  # which keeps a descriptor: a thousand files would be too many
+        if isinstance(ends, np.memmap) and ends.nbytes <= SMALL:  # its copy stays: there may be very many such files
+            array = np.array(ends, np.dtype("<u8"))
+            address = array.ctypes.data
+        elif isinstance(ends, np.memmap):  # which keeps a descriptor: a thousand files would be too many
             whole = ends
             while isinstance(whole.base, np.memmap):  # a view of a map says its offset, not its own
                 whole = whole.base

@@ -134,11 +134,11 @@ def test_a_file_replaced_by_another_of_the_same_size_is_refused_when_it_is_opene
     path, other = raw(tmp_path, "ab")
     manifest = manifest_of([path], dtype="uint16")
     other.replace(path)
-    for verify in ("open", "read"):
+    for verify in (None, "open", "read"):
         rows = TokenReader(manifest, io=io, verify=verify).slice_sequences(99)  # a graph opens no file
         with pytest.raises(TokenFileError, match=r"a\.bin: is not the file that its manifest is of: its fingerprint"):
             rows.fetch([0])
-    TokenReader(manifest, io=io).slice_sequences(99).fetch([0])
+    TokenReader(manifest, io=io, verify="size").slice_sequences(99).fetch([0])
 
 
 @pytest.mark.parametrize("kind", ["own", "datatrove", "megatron"])
@@ -385,7 +385,7 @@ def test_without_a_manifest_there_is_nothing_to_compare_with(tmp_path):
         for paths in (path, [manifest, path]):
             with pytest.raises(ConfigurationError, match=rf"verify='{verify}' compares .*a\.bin was given without"):
                 TokenReader(paths, "uint16", verify=verify)
-    for wrong in ("always", "", None, True, 1, b"read"):
+    for wrong in ("always", "", False, True, 1, b"read"):
         with pytest.raises(ConfigurationError, match="'size', 'open' or 'read' would do"):
             TokenReader(manifest, verify=wrong)
 
@@ -410,10 +410,17 @@ def test_recipes_read_tokens_and_nanotrons_configs_take_it(tmp_path):
                 one.fetch(range(200))
 
 
+def test_a_source_that_is_checked_blends_with_one_that_no_manifest_is_of(tmp_path):
+    checked, plain = raw(tmp_path, "ab")
+    manifest = manifest_of([checked], dtype="uint16")
+    rows = [TokenReader(path, "uint16", name).slice_sequences(99) for path, name in ((manifest, "a"), (plain, "b"))]
+    assert len(rows[0].blend(rows[1]).fetch(range(8))) == 8
+
+
 def test_a_reader_that_checks_nothing_has_no_checks_to_ask(tmp_path):
     (path,) = raw(tmp_path)
     manifest = manifest_of([path], dtype="uint16")
-    assert TokenGather([TokenReader(manifest)])._checks is None
+    assert TokenGather([TokenReader(manifest, verify="size")])._checks is None
     assert TokenGather([TokenReader(manifest, verify="read")])._checks is not None
 
 

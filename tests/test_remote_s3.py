@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from fault_server import Fault, FaultServer
 from tokenpipe.datapipes import remote
 from tokenpipe.datapipes.errors import RemoteFileError
-from tokenpipe.datapipes.remote import drivers, transport
+from tokenpipe.datapipes.remote import attempts, drivers, file_systems, transport
 from tokenpipe.datapipes.remote.file_systems import file_system
 
 pytest.importorskip("s3fs")
@@ -145,8 +146,6 @@ def test_what_is_not_there_is_named_and_not_asked_for_again(put):
 def test_a_server_that_is_gone_is_asked_as_often_as_is_set(put, endpoint, monkeypatch):
     import fsspec.config
 
-    from tokenpipe.datapipes.remote import attempts
-
     file = remote.look_up(put("gone.bin"))
     monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.001)
     monkeypatch.setenv("TOKENPIPE_RETRIES", "2")
@@ -165,6 +164,72 @@ def test_an_upload_is_whole(put, tmp_path):
         file = remote.look_up(f"{BUCKET}/up/x.bin")
         assert file.size == len(body)
         assert remote.fetch(file).read_bytes() == body
+
+
+@pytest.fixture
+def faulty(monkeypatch, tmp_path):
+    """A server of faults in the place of S3: for objects, it answers as S3 does."""
+    import fsspec.config
+
+    monkeypatch.setenv("TOKENPIPE_SHARDS", str(tmp_path / "shards"))
+    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.001)
+    with FaultServer() as server:
+        options = {"endpoint_url": server.url(""), "key": "testing", "secret": "testing"}
+        monkeypatch.setitem(fsspec.config.conf, "s3", options)
+        monkeypatch.setattr(file_systems, "_made", {})
+        yield server
+
+
+FAULTS = {
+    "500": 500,
+    "503": 503,
+    "429": 429,
+    "reset before the answer": Fault(reset=0),
+    "reset in the body": Fault(reset=100),
+    "short body": Fault(short=1),
+    "stalled": Fault(stall=30.0),
+    "zeros": Fault(zeros=True),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_what_passes_is_tried_again_as_often_as_it_takes_and_no_more(faulty, monkeypatch, fault):
+    faulty.put("/b/x.bin", BODY)
+    file = remote.look_up("s3://b/x.bin")
+    if silent := isinstance(fault, Fault) and fault.stall:
+        monkeypatch.setenv("TOKENPIPE_REQUEST_SECONDS", "0.5")
+    faulty.script("/b/x.bin", fault, fault)
+    assert remote.fetch(file).read_bytes() == BODY
+    assert faulty.count("/b/x.bin") == 3 or silent
+
+
+def test_an_answer_that_stays_is_asked_for_as_often_as_is_set(faulty, monkeypatch):
+    faulty.put("/b/x.bin", BODY)
+    file = remote.look_up("s3://b/x.bin")
+    monkeypatch.setenv("TOKENPIPE_RETRIES", "2")
+    for status, tries, number in ((503, 3, errno.EIO), (403, 1, errno.EACCES), (404, 1, errno.ENOENT)):
+        faulty.script("/b/x.bin", always=Fault(status=status))
+        faulty.forget()
+        with pytest.raises(RemoteFileError, match=str(status)) as raised:
+            remote.read_range(file, 5, 10)
+        assert (len(raised.value.attempts), faulty.count(), raised.value.errno) == (tries, tries, number)
+
+
+def test_what_a_busy_store_says_is_tried_again_whatever_its_status():
+    from botocore.exceptions import ClientError
+    from s3fs.errors import translate_boto_error
+
+    for status, code, again in (
+        (400, "RequestTimeout", True),
+        (503, "SlowDown", True),
+        (400, "InvalidRange", False),
+        (400, "ExpiredToken", False),
+        (403, "SignatureDoesNotMatch", False),
+    ):
+        answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": {}}}
+        error = translate_boto_error(ClientError(answer, "GetObject"))
+        assert attempts._Failed(error, "s3://b/k").again is again, code
 
 
 def _in_a_child(file, said) -> None:

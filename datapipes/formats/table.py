@@ -10,8 +10,18 @@ from ..remote import RemoteFile, is_remote
 from .layout import DTYPES, BlockSums, TokenLayout
 from .places import as_place
 
-__all__ = ["FileList", "LayoutTable", "distinct", "has_remote", "integers", "itemcodes", "joined_paths", "parts_of"]
-
+__all__ = [
+    "FileList",
+    "LayoutTable",
+    "distinct",
+    "document_counts",
+    "has_remote",
+    "integers",
+    "itemcodes",
+    "joined_paths",
+    "numbered_files",
+    "parts_of",
+]
 
 _AT_URLS = (("path", "remote", "size", "version"), ("ends_path", "ends_remote", "ends_size", "ends_version"))
 
@@ -63,6 +73,11 @@ class LayoutTable(Sequence[TokenLayout]):
 
     def __iter__(self) -> Iterator[TokenLayout]:
         return map(self.__getitem__, range(self._count))
+
+    @property
+    def makes_ends(self) -> bool:
+        """Whether the document ends of some are worked out once, and kept: nothing stores them."""
+        return any(self.column("sequences")) or any(one is not None for one in self.column("end_of_text"))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(TokenLayout.__eq__, self, other))
@@ -136,11 +151,6 @@ def has_remote(files: "Sequence[TokenLayout]") -> bool:
     return any(file.remote is not None for file in files)
 
 
-def parts_of(files: "Sequence[TokenLayout]") -> "list[Sequence[TokenLayout]]":
-    """What these are put together of."""
-    return files.parts if isinstance(files, FileList) else [files]
-
-
 def itemcodes(files: "Sequence[TokenLayout]") -> npt.NDArray[np.int64]:
     """int64 (files,): the kernels' code for each one's dtype."""
     if not isinstance(files, LayoutTable):
@@ -148,6 +158,23 @@ def itemcodes(files: "Sequence[TokenLayout]") -> npt.NDArray[np.int64]:
     names = files.column("dtype")
     code = {name: files[names.index(name)].itemcode for name in set(names)}
     return np.array(np.broadcast_to(np.array([code[name] for name in names], np.int64), (len(files),)))
+
+
+def document_counts(files: "Sequence[TokenLayout]") -> npt.NDArray[np.int64]:
+    """int64 (files,): how many documents each has, 0 where nobody knows; those of no table are asked one by one."""
+    counts = [np.empty(0, np.int64)]
+    for part in parts_of(files):
+        if isinstance(part, LayoutTable):
+            known = np.array([count or 0 for count in part.column("known_documents")], np.int64)
+            counts.append(np.broadcast_to(known, (len(part),)))
+        else:
+            counts.append(np.fromiter((file.documents for file in part), np.int64, len(part)))
+    return np.concatenate(counts)
+
+
+def parts_of(files: "Sequence[TokenLayout]") -> "list[Sequence[TokenLayout]]":
+    """The tables and other sequences that these files are made of."""
+    return list(files.parts) if isinstance(files, FileList) else [files]
 
 
 class FileList(Sequence[TokenLayout]):
@@ -169,3 +196,22 @@ class FileList(Sequence[TokenLayout]):
 
     def __iter__(self) -> Iterator[TokenLayout]:
         return (file for part in self.parts for file in part)
+
+
+def numbered_files(lists: "list[Sequence[TokenLayout]]") -> "tuple[FileList, npt.NDArray[np.int64]]":
+    """(all files, each once; (entries,) the number of each of these in that)."""
+    known: dict[Any, int] = {}
+    parts: list[Sequence[TokenLayout]] = []
+    numbers, count = [np.empty(0, np.int64)], 0
+    for files in lists:
+        if isinstance(files, LayoutTable):
+            first = known.setdefault(files.key, count)
+            new: Sequence[TokenLayout] = files if first == count else ()
+            numbers.append(np.arange(first, first + len(files)))
+        else:
+            new = [file for file in {id(file): file for file in files}.values() if id(file) not in known]
+            known |= {id(file): count + i for i, file in enumerate(new)}
+            numbers.append(np.array([known[id(file)] for file in files], np.int64))
+        parts.append(new)
+        count += len(new)
+    return FileList(parts), np.concatenate(numbers)

@@ -20,7 +20,7 @@ def read_tokens(
     order: "str | None" = None,
     num_samples: "int | None" = None,
     io: str = "mmap",
-    verify: str = "size",
+    verify: "str | None" = None,
 ) -> IndexedDataPipe:
     """Token files as a shuffled blend: readers, slices, permutes and the blend over them.
 
@@ -32,8 +32,7 @@ def read_tokens(
         dtype: for raw files.
         order: None, or "nanoset": Nanoset's own order, bit for bit, at its costs (see NanosetOrder).
         num_samples: samples of the run; with order="nanoset" required, else `.limit(samples=num_samples)`.
-        io: "mmap" or "pread", how the files are read; verify: "size", "open" or "read", how much of what a manifest
-            says of them is compared (see TokenReader).
+        io, verify: how the files are read, and how much of what a manifest says of them is compared; see TokenReader.
 
     Raises ConfigurationError, WeightsError, TokenFileError.
     """

@@ -56,7 +56,7 @@ def load_nanotron(
     folder: "str | os.PathLike[str] | None" = None,
     dtype: object = None,
     io: str = "mmap",
-    verify: str = "size",
+    verify: "str | None" = None,
 ) -> IndexedDataPipe:
     """The graph of a Nanotron config with data stages: sources, their blend by stages, ranks, batches, tensors.
 
@@ -70,8 +70,7 @@ def load_nanotron(
         topology: this process's place. micro_batch_size: in place of the config's.
         folder: where relative paths begin; left out: the current one, as in Nanotron.
         dtype: of raw files; left out: by the data set's `token_size_in_bytes` (2 or 4).
-        io: "mmap" or "pread", how the files are read; verify: "size", "open" or "read", how much of what a manifest
-            says of them is compared (see TokenReader).
+        io, verify: how the files are read, and how much of what a manifest says of them is compared; see TokenReader.
 
     Raises RecipeError for what cannot be followed, with its place: text data sets (tokenize them first), datatrove's
     `.ds` folders (not read so far), a sequence_length that changes between stages, dataset_max_tokens.
@@ -93,7 +92,7 @@ class _Stage:
 
 
 class _Config:
-    def __init__(self, document: Document, folder: str, dtype: object, io: str, verify: str) -> None:
+    def __init__(self, document: Document, folder: str, dtype: object, io: str, verify: "str | None") -> None:
         self.document, self.folder, self.dtype = document, folder, dtype
         self.io, self.verify = io, verify
         self.config = self.document.mapping(document.value, ())

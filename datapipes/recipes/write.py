@@ -8,6 +8,8 @@ from typing import Any
 from ..arguments import Unwritten, arguments_of, constructor_of
 from ..core import IndexedDataPipe
 from ..errors import ArgumentTypeError, RecipeError
+from ..remote import is_remote
+from ..remote.urls import identity
 from ..wrapped import kind_of
 from .load import READ, VERSION, kinds
 from .text import dump
@@ -128,7 +130,7 @@ class _Writer:
         if isinstance(value, list):
             return [self.path(item) for item in value]
         if not isinstance(value, str) or "://" in value:
-            return value
+            return identity(value) if isinstance(value, str) and is_remote(value) else value  # without its secrets
         path = Path(value).absolute()
         return str(path.relative_to(self.folder)) if self.folder and path.is_relative_to(self.folder) else str(path)
 

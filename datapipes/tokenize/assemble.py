@@ -14,8 +14,8 @@ import numpy as np
 from ..atomic import sync_folder
 from ..errors import ArgumentTypeError, ConfigurationError
 from ..formats.ids import DocumentIdsWriter, ids_path
-from ..formats.places import loss_path
 from ..formats.own import TokenFileWriter, token_dtype
+from ..formats.places import loss_path
 from ..permute import permute_numbers
 from .documents import Span
 from .pieces import ASSEMBLED, Content, Piece, PieceReader, Task, piece_name, read_piece
