@@ -230,7 +230,7 @@ class TokenReader(TokenSpace):
         self._name = as_name(name) if name is not None else PurePath(str(as_place(several[0]))).stem
         self.vocab_size = None if vocab_size is None else as_count("vocab_size", vocab_size)
         if io not in ("mmap", "pread", "ranged"):
-            raise ConfigurationError(f"io is {io!r}; 'mmap', 'pread' or 'ranged' would do")
+            raise ConfigurationError(f"io is {io!r}; 'mmap' or 'pread' would do, 'ranged' for remote files")
         if io == "pread" and not hasattr(os, "preadv"):
             raise ConfigurationError("io='pread': this system has no preadv(2); io='mmap' would do")
         self.io = io

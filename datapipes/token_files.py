@@ -37,7 +37,7 @@ def listed_files(paths: "Paths", dtype: object = None) -> "Sequence[TokenLayout]
     """
     several, found = as_paths(paths), list[Sequence[TokenLayout]]()
     with looking():
-        list_many(os.fspath(path) for path in several if not isinstance(path, Manifest))
+        list_many([os.fspath(path) for path in several if not isinstance(path, Manifest)])
         listed: Iterator[list[Any]] = (
             [path] if isinstance(path, Manifest) else list_token_files(path) for path in several
         )

@@ -48,7 +48,7 @@ def data_path(path: str) -> str:
     """The `.bin` of a pair, from its path, the index's, or the prefix that both have; any other path as it is."""
     if str(path).endswith(".idx"):
         return beside(path, ".bin", instead_of=".idx")
-    if not str(path).endswith(".bin") and exists(beside(path, ".idx")) and not exists(path):
+    if not str(path).endswith(".bin") and not exists(path) and exists(beside(path, ".idx")):
         return beside(path, ".bin")
     return path
 
