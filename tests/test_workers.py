@@ -1014,6 +1014,23 @@ def test_a_cap_that_is_no_number_of_workers_is_refused_by_name(runs, monkeypatch
 # What workers are told of themselves --------------------------------------------------------------------
 
 
+def setting(batch: Any) -> str:
+    return os.environ.get("TOKENPIPE_SETTING_OF_A_TEST", "none")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_have_the_environment_of_the_moment_when_they_start(runs, monkeypatch, method):
+    """A fork server, which starts them, may be older."""
+    graph = runs.training.map(setting, seeded=False)
+    for value in ("first", "second"):
+        monkeypatch.setenv("TOKENPIPE_SETTING_OF_A_TEST", value)
+        with loader_of(graph, 1, method) as loader:
+            assert take(loader, 1) == [value]
+    monkeypatch.delenv("TOKENPIPE_SETTING_OF_A_TEST")
+    with loader_of(graph, 1, method) as loader:
+        assert take(loader, 1) == ["none"]
+
+
 class Told:
     """Writes down each call, as worker_init_fn and worker_reset_fn."""
 

@@ -106,7 +106,7 @@ class Process:
         passed = [PassedDescriptor(line) for line in lines]
         try:
             self._process = context.Process(  # type: ignore[attr-defined]
-                target=_begin, args=(run, passed, *arguments), daemon=True, name=name
+                target=_begin, args=(run, passed, dict(os.environ), *arguments), daemon=True, name=name
             )
             _start(context, self._process)
             with contextlib.suppress(AttributeError, OSError):  # not Linux, or the process is gone already
@@ -327,8 +327,13 @@ def _nothing(*_: Any) -> None:
     """What a worker does at a signal; other than to ignore it, this is not passed on to the programs that it starts."""
 
 
-def _begin(run: "Callable[..., None]", passed: "list[PassedDescriptor]", *arguments: Any) -> None:
+def _begin(
+    run: "Callable[..., None]", passed: "list[PassedDescriptor]", environment: "dict[str, str]", *arguments: Any
+) -> None:
     """The first thing that a worker does."""
+    if os.environ != environment:  # a fork server has that of the moment when it was started
+        os.environ.clear()
+        os.environ.update(environment)
     for number in IGNORED:
         signal.signal(number, _nothing)
         signal.siginterrupt(number, False)
