@@ -11,6 +11,7 @@ inode, size and time are compared each time that it is opened anew.
 
 import contextlib
 import os
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -198,7 +199,7 @@ class BlockChecks:
     """
 
     def __init__(self, gather: "TokenGather", file: Int64s, place: Int64s) -> None:
-        self._gather = gather
+        self._gather = weakref.proxy(gather)  # whose own part this is
         parts = parts_of(gather.files)
         counts = np.concatenate([np.empty(0, np.int64), *map(_blocks_read, parts)])
         self._base = np.where(counts > 0, np.cumsum(counts) - counts, -1)
@@ -229,16 +230,16 @@ class BlockChecks:
     def ask_for(self, places: Int64s, counts: Int64s) -> None:
         """Asks the kernel for the blocks that will be checked: rows alone are less."""
         for f, block in self._todo(places, counts):
-            self._gather.ask_for_bytes(f, block << BLOCK_BITS, 1 << BLOCK_BITS)
+            self._gather.held.ask_for_bytes(f, block << BLOCK_BITS, 1 << BLOCK_BITS)
 
     def check(self, places: Int64s, counts: Int64s) -> None:
         """Checks every block that these stretches touch; their files are open. Raises TokenFileError."""
         todo = self._todo(places, counts)
         with contextlib.suppress(TokenFileError):
             for f, block in todo if len(todo) > 1 else ():
-                self._gather.ask_for_bytes(f, block << BLOCK_BITS, 1 << BLOCK_BITS)
+                self._gather.held.ask_for_bytes(f, block << BLOCK_BITS, 1 << BLOCK_BITS)
         for f, block in todo:
-            _check_block(self._gather.files[f], self._found[f], block, self._gather.reader_of(f))
+            _check_block(self._gather.files[f], self._found[f], block, self._gather.held.reader_of(f))
             self._good[self._base[f] + block] = True
 
     def _todo(self, places: Int64s, counts: Int64s) -> "list[tuple[int, int]]":

@@ -2,13 +2,8 @@
 
 import contextlib
 import functools
-import itertools
 import mmap
-import os
-import threading
-import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,20 +11,21 @@ import numpy as np
 from . import _kernels_numpy
 from .checks import BlockChecks
 from .core import MAX_NUMBER, Int64s
-from .descriptors import CLOSED, MAPPED, OpenFile, most_descriptors
+from .descriptors import CLOSED, MAPPED
 from .errors import ConfigurationError, TokenFileError, TokenIdError
-from .filemap import FileCopy, FileMap, advise, most_maps
+from .filemap import advise
 from .formats import TokenLayout
 from .formats.table import distinct, has_remote, integers, itemcodes, numbered_files, parts_of
+from .held_files import HeldFiles, let_go
 from .kernels import kernel
 from .pages import WATCH
 from .read import TokenSpace
-from .remote_pieces import RemotePieces, is_gone
+from .remote_pieces import RemotePieces
 
 if TYPE_CHECKING:
     from .row_documents import RowDocuments
 
-__all__ = ["Columns", "TokenGather", "all_gathers", "let_go"]
+__all__ = ["Columns", "TokenGather"]
 
 
 Columns = Sequence[tuple[int, int]] | Callable[["TokenGather", Int64s, int], tuple[Int64s, Int64s]]
@@ -37,40 +33,14 @@ Columns = Sequence[tuple[int, int]] | Callable[["TokenGather", Int64s, int], tup
 (gather, (n,) places, width) → ((m,) places, (m,) tokens) of the stretches to read, as many tokens of each row.
 """
 
-SMALL = 1 << 16
-"""Bytes of a file up to which it is copied, where there are more files than may be mapped."""
-
-_GATHERS: "weakref.WeakSet[TokenGather]" = weakref.WeakSet()
-_REGISTERING = threading.Lock()  # a set that grows while another thread walks it raises
-
-
-def all_gathers() -> "list[TokenGather]":
-    """Every gather of this process."""
-    with _REGISTERING:
-        return list(_GATHERS)
-
-
-def _close_in_child() -> None:
-    """A fork's child has the descriptors and copies of its parent's gathers, and gathers of its own."""
-    for gather in list(_GATHERS):  # there is no other thread here, nor who would let go of the lock
-        gather.close_files()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
-
 
 class TokenGather:
     """The pieces of some token spaces as one table, their files opened on demand, and the gather over it.
 
     The table's entries are the spaces' files in order; an entry's pieces (of a whole reader, one) stand together. A
-    file that several spaces read is mapped once. Maps hold no file descriptors; beyond `most_maps()` of all gathers
-    they are dropped again, oldest first. A gather of more files than that copies the small ones into memory while
-    there is room (FileCopy), so that they are not mapped again and again. Files of readers with io="pread" are open
-    instead (descriptors.py), no more than `most_descriptors()` of all gathers, but for those that other threads are
-    reading just now. Behind the table come the places of spaces that lay out others anew (`TokenSpace.table`): what
-    stands there is looked up, window by window. Remote files are copies that are mapped or open, or are not opened at
-    all (remote_pieces.py).
+    file that several spaces read is mapped, or open, once (held_files.py). Behind the table come the places of spaces
+    that lay out others anew (`TokenSpace.table`): what stands there is looked up, window by window. Remote files are
+    copies that are mapped or open, or are not opened at all (remote_pieces.py).
 
     Args:
         files: gives files that are read in the place of these; they are mapped.
@@ -109,8 +79,6 @@ class TokenGather:
         )  # (entries,) the number of each one's file
         if files is not None:
             self.files = files(self.files)
-        self._by_file: Int64s = np.argsort(self.file, kind="stable")
-        self._cuts: Int64s = np.searchsorted(self.file[self._by_file], np.arange(len(self.files) + 1))
         entries = [len(space.files) for space in unique]
         limits = [space.vocab_size or MAX_NUMBER for space in unique]
         checked = files is None and min(limits, default=MAX_NUMBER) < MAX_NUMBER
@@ -120,12 +88,12 @@ class TokenGather:
         self.itemcode: Int64s = np.repeat(itemcode, np.diff(self.bounds))  # (pieces,)
         self.address = np.zeros(pieces, np.uint64)  # 0: not mapped
         self.arrays: list[Any] = [None] * self.file.size  # of each entry: tokens, or what gives them when sliced
-        self._reads = np.zeros(len(self.files), np.bool_)  # which files are read by descriptor
+        reads = np.zeros(len(self.files), np.bool_)  # which files are read by descriptor
         by_descriptor = [files is None and space.origin.io == "pread" for space in unique]
-        self._reads[self.file] = np.repeat(np.array(by_descriptor, np.bool_), entries)
-        self.handle = np.where(self._reads, CLOSED, MAPPED).astype(np.int32)  # (files,)
+        reads[self.file] = np.repeat(np.array(by_descriptor, np.bool_), entries)
+        self.handle = np.where(reads, CLOSED, MAPPED).astype(np.int32)  # (files,)
         self._reading: tuple[np.ndarray, ...] = ()  # what the kernel takes besides, where there are such files
-        if self._reads.any():
+        if reads.any():
             offsets = np.concatenate([integers(part, "offset") for part in parts])
             self._reading = (self.place, np.repeat(self.file, np.diff(self.bounds)), self.handle, offsets)
         self._checks: BlockChecks | None = None
@@ -133,20 +101,14 @@ class TokenGather:
             self._checks = BlockChecks(self, np.repeat(self.file, np.diff(self.bounds)), self.place)
         self._alike: dict[int, Int64s] = {}
         self._kept_ranges: tuple[Any, Int64s, Int64s] | None = None
-        self._open: dict[int, FileMap] = {}
-        self._copied: dict[int, FileCopy] = {}
-        self._opened: dict[int, OpenFile] = {}
-        self._copies: dict[int, Path] = {}  # where remote files are that are mapped or open
+        self.held = HeldFiles(self, reads, self._checks)
+        self._lock = self.held.lock
         self.remote: RemotePieces | None = None
         if any(map(has_remote, parts)):
             by_window = [files is None and space.origin.io == "ranged" for space in unique]
             ranged = np.zeros(len(self.files), np.bool_)
             ranged[self.file] = np.repeat(np.array(by_window, np.bool_), entries)
             self.remote = RemotePieces(self, ranged & [file.remote is not None for file in self.files])
-        self._turn = (0, 0)  # which map, and from which of its bytes on, is let go of next
-        with _REGISTERING:
-            _GATHERS.add(self)
-        self._lock = threading.Lock()  # a map may not be dropped while another thread copies from it
 
     @property
     def lays_out(self) -> bool:
@@ -183,7 +145,7 @@ class TokenGather:
             with self._lock:
                 if self.remote.ahead.evicted:
                     self.remote.ahead.evicted = False
-                    self.drop_evicted(set())
+                    self.held.drop_evicted(set())
                 self._fill(here, here_counts, out.reshape(-1))
             if windows is not None:
                 self.remote.fill(windows, out.reshape(-1))
@@ -304,7 +266,7 @@ class TokenGather:
                 low = offset[at] + (place[piece] + begin - self.first[piece]) * size
                 by_descriptor = handle[at] >= 0
                 for f, a, n in zip(*(v[by_descriptor].tolist() for v in (at, low, count * size)), strict=True):
-                    self._opened[f].ask_for(a, n)
+                    self.held.opened[f].ask_for(a, n)
                 mapped = ~by_descriptor
                 piece, begin, count, size = piece[mapped], begin[mapped], count[mapped], size[mapped]
             low = self.address[piece].astype(np.int64) + (begin - self.first[piece]) * size
@@ -317,39 +279,6 @@ class TokenGather:
             apart = np.flatnonzero(low[1:] > high[:-1]) + 1  # ranges that touch are one
             for a, b in zip(low[np.append(0, apart)].tolist(), high[np.append(apart - 1, -1)].tolist(), strict=True):
                 advise(a, b - a, mmap.MADV_WILLNEED)
-
-    def let_go(self, share: float) -> None:
-        """Gives back the resident pages of this share of all that is mapped, the next in turn."""
-        if not self._lock.acquire(blocking=False):  # somebody copies from the maps just now
-            return
-        try:
-            views = list(self._open.values())
-            if not views:  # a gather of which no row was read yet
-                return
-            left = -int(-share * sum(view.size for view in views) // mmap.PAGESIZE) * mmap.PAGESIZE
-            for _ in range(len(views) + 1):
-                which, begin = self._turn
-                which %= len(views)
-                count = max(0, min(left, views[which].size - begin))
-                views[which].let_go(begin, count)
-                left -= count
-                self._turn = (which, begin + count) if begin + count < views[which].size else (which + 1, 0)
-        finally:
-            self._lock.release()
-
-    def ask_for_bytes(self, f: int, begin: int, count: int) -> None:
-        """Asks the kernel for `count` bytes of file `f`, if it is open, from a page's border on, without waiting."""
-        if (opened := self._opened.get(f)) is not None:
-            opened.ask_for(begin, count)
-        elif (view := self._open.get(f)) is not None:
-            advise(view.address + begin, min(count, view.size - begin), mmap.MADV_WILLNEED)
-
-    def reader_of(self, f: int) -> "Callable[[int, int], Any]":
-        """What gives the bytes [a, b) of file `f`, which is open, as a buffer; not to be kept."""
-        if (opened := self._opened.get(f)) is not None:
-            return opened.bytes
-        view = self._open[f] if f in self._open else self._copied[f]
-        return lambda a, b: view.array(np.dtype(np.uint8), a, b - a)
 
     def pieces(self, places: Int64s, counts: Int64s) -> tuple[Int64s, Int64s]:
         """All that these stretches touch: ((m,) indices into places, (m,) pieces)."""
@@ -369,87 +298,7 @@ class TokenGather:
     def _open_files(self, places: Int64s, counts: Int64s) -> bool:
         """Maps or opens every file that these stretches touch; False: they are more than may be open at a time."""
         _, piece = self.pieces(places, counts)
-        needed = set(self.file[self._entries(piece)].tolist())
-        read = {f for f in needed if self._reads[f]}
-        if len(read) > most_descriptors():
-            return False
-        if closed := sorted(f for f in read if f not in self._opened):
-            self._make_room(lambda gather: gather._opened, most_descriptors() - len(closed), read)
-        for f in closed:
-            if self._checks is not None:
-                self._checks.opened(f)
-            self._opened[f] = opened = OpenFile(self.files[f])
-            self.handle[f] = opened.handle
-            for entry in self.entries_of(f):
-                self.arrays[entry] = opened
-            self._note_copy(f, opened.path, read)
-        here = (read, self._open, self._copied)
-        if unmapped := sorted(f for f in needed if not any(f in known for known in here)):
-            for f in unmapped:
-                self._map(f, needed)
-            self._make_room(lambda gather: gather._open, most_maps(), needed)
-        return True
-
-    def _map(self, f: int, needed: "set[int]") -> None:
-        file = self.files[f]
-        if self._checks is not None:
-            self._checks.opened(f)
-        view: FileMap | FileCopy
-        if file.size <= SMALL and len(self.files) > most_maps() and FileCopy.room(file.size):
-            view = self._copied[f] = file.opened(lambda path: FileCopy(path, file.size, file.known_since))
-        else:
-            path, view = file.opened(lambda path: (path, FileMap(path, file.size, file.known_since)))
-            self._open[f] = view
-            self._note_copy(f, path, needed)
-        array, address = view.array(file.dtype, file.offset, file.tokens), view.address + file.offset
-        for entry in self.entries_of(f):
-            pieces = slice(self.bounds[entry], self.bounds[entry + 1])
-            self.address[pieces] = self.place[pieces] * file.dtype.itemsize + address
-            self.arrays[entry] = array
-
-    def _note_copy(self, f: int, path: Path, needed: "set[int]") -> None:
-        """Notes where a remote file's copy is."""
-        if self.remote is not None and self.files[f].remote is not None:
-            self.drop_evicted(needed)
-            self._copies[f] = path
-
-    def drop_evicted(self, needed: "set[int]") -> None:
-        """Lets go of copies that the cache has given up, for which the disk has no room; the lock is held."""
-        if gone := {f for f, copy in self._copies.items() if f not in needed and is_gone(copy)}:
-            for held in (self._open, self._opened):
-                self._drop(held, len(gone), held.keys() - gone)
-
-    def entries_of(self, f: int) -> "list[int]":
-        """The entries that a file has in the table."""
-        return self._by_file[self._cuts[f] : self._cuts[f + 1]].tolist()
-
-    def _make_room(self, of: "Callable[[TokenGather], dict[int, Any]]", most: int, needed: "set[int]") -> None:
-        """Leaves at most so many maps, or open files, of all gathers: the rest is dropped, this one's first."""
-        over = sum(len(of(gather)) for gather in all_gathers()) - most
-        over -= self._drop(of(self), over, needed)
-        for other in [gather for gather in all_gathers() if gather is not self]:
-            if over > 0 and other._lock.acquire(blocking=False):  # one that copies just now keeps its own
-                try:
-                    over -= other._drop(of(other), over, set())
-                finally:
-                    other._lock.release()
-
-    def _drop(self, held: "dict[int, Any]", most: int, needed: "set[int]") -> int:
-        """Unmaps or closes up to so many files that are not needed, oldest first; gives how many."""
-        dropped = list(itertools.islice((f for f in held if f not in needed), max(0, most)))
-        for f in dropped:
-            for entry in self.entries_of(f):
-                self.address[self.bounds[entry] : self.bounds[entry + 1]] = 0
-                self.arrays[entry] = None
-            self.handle[f] = CLOSED if self._reads[f] else MAPPED
-            held.pop(f).close()
-            self._copies.pop(f, None)
-        return len(dropped)
-
-    def close_files(self) -> None:
-        """Closes what is read by descriptor, and gives back what was copied; it is read again when it is needed."""
-        self._drop(self._opened, len(self._opened), set())
-        self._drop(self._copied, len(self._copied), set())
+        return self.held.open(set(self.file[self._entries(piece)].tolist()))
 
     def _entries(self, pieces: Int64s) -> Int64s:
         """(n,) pieces → (n,) the entries that they belong to."""
@@ -468,9 +317,3 @@ class TokenGather:
                 f"token {places[i] - self.first[piece[i]] + self.place[piece[i]]} of the file; vocab_size is "
                 f"{limit[entry[i]]}"
             )
-
-
-def let_go(share: float) -> None:
-    """Gives back the resident pages of this share of what all gathers of this process have mapped."""
-    for gather in all_gathers():
-        gather.let_go(share)

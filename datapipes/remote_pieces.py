@@ -81,8 +81,7 @@ class RemotePieces:
 
     def all_open(self) -> bool:
         """Whether there is no shard left that would have to be fetched."""
-        gather = self._gather
-        return len(gather._open) + len(gather._opened) + len(gather._copied) >= int((~self._ranged).sum())
+        return len(self._gather.held) >= int((~self._ranged).sum())
 
     def split(self, places: Int64s, counts: Int64s) -> "tuple[Int64s, Int64s, Windows | None]":
         """(places, counts) of what the kernel is to copy, ranged parts as padding, and these. The shards that are

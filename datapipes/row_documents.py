@@ -20,7 +20,8 @@ from .core import Int64s
 from .document_ends import find_ends
 from .filemap import FileMap
 from .formats.table import document_counts
-from .gather import SMALL, TokenGather
+from .gather import TokenGather
+from .held_files import SMALL
 from .kernels import kernel
 
 __all__ = ["DocumentFill", "RowDocuments"]
@@ -180,6 +181,6 @@ class RowDocuments:
         else:
             array = self._maps[f] = np.ascontiguousarray(ends, np.dtype("<u8"))
             address = array.ctypes.data
-        for entry in self._gather.entries_of(f):
+        for entry in self._gather.held.entries_of(f):
             self._entries[entry, 1] = address
             self._arrays[entry] = array

@@ -18,7 +18,7 @@ from tokenpipe.datapipes import (
     TokenFileWriter,
     TokenReader,
     checks,
-    gather,
+    held_files,
     kernels,
     load_nanotron,
     load_recipe,
@@ -27,7 +27,8 @@ from tokenpipe.datapipes import (
 )
 from tokenpipe.datapipes.errors import ConfigurationError, TokenFileError
 from tokenpipe.datapipes.fingerprint import file_digest
-from tokenpipe.datapipes.gather import TokenGather, all_gathers
+from tokenpipe.datapipes.gather import TokenGather
+from tokenpipe.datapipes.held_files import all_held
 from tokenpipe.reading_services import DataLoader2, MultiProcessingReadingService
 
 BLOCK = 64 * 1024
@@ -240,9 +241,9 @@ def test_each_block_is_checked_once_a_process_whatever_graphs_read_it(tmp_path, 
 def test_a_file_that_was_changed_is_compared_again_when_it_is_opened_again(tmp_path, monkeypatch):
     paths = raw(tmp_path, "abc")
     rows = TokenReader(manifest_of(paths, dtype="uint16"), io="pread", verify="read").slice_sequences(99)
-    for gathered in all_gathers():
-        gathered.close_files()
-    monkeypatch.setattr(gather, "most_descriptors", lambda: 1)
+    for held in all_held():
+        held.close()
+    monkeypatch.setattr(held_files, "most_descriptors", lambda: 1)
     assert rows.fetch(range(len(rows))).shape == (len(rows), 100)  # in halves: more files than may be open
     os.utime(paths[1], ns=(1, 1))
     flip(paths[1], unsampled(paths[1], 3 * BLOCK))

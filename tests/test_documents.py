@@ -150,7 +150,7 @@ def test_a_file_that_several_spaces_read_is_mapped_once(source):
     blend = graph[0].blend(*graph[1:])
     blend.fetch(np.arange(len(blend)))
     gather = blend._plan.value.gather
-    assert len(gather.files) == len(gather._open) == 3
+    assert len(gather.files) == len(gather.held.mapped) == 3
 
 
 WHOLE_GRAPH = """

@@ -470,7 +470,7 @@ import gc, resource, sys
 import numpy as np
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-from tokenpipe.datapipes import TokenReader, make_manifest, filemap, gather
+from tokenpipe.datapipes import TokenReader, make_manifest, filemap, held_files
 folder = Path(sys.argv[1])
 for i in range(600):
     np.arange(i, i + 50, dtype="<u2").tofile(folder / f"{i:04}.bin")
@@ -480,14 +480,14 @@ expected = np.concatenate([np.arange(i, i + 50) for i in range(600)] + [np.zeros
 order = np.random.default_rng(7).permutation(31_000)[:6000]
 cases = [(10_000, 1 << 20, (601, 0)), (100, 1 << 20, (1, 600)), (100, 20_000, (100, 200)), (100, 0, (100, 0))]
 for most, copied, found in cases:
-    gather.most_maps, filemap.MOST_COPIED = lambda: most, copied
+    held_files.most_maps, filemap.MOST_COPIED = lambda: most, copied
     reader = TokenReader(manifest)
     for begin in range(0, order.size, 50):
         numbers = order[begin : begin + 50]
         assert (reader.fetch(numbers) == expected[numbers]).all()
-    held = reader._gather.value
-    assert filemap.FileCopy.held == 100 * len(held._copied)
-    assert (len(held._open), len(held._copied)) == found, (len(held._open), len(held._copied))
+    held = reader._gather.value.held
+    assert filemap.FileCopy.held == 100 * len(held.copies)
+    assert (len(held.mapped), len(held.copies)) == found, (len(held.mapped), len(held.copies))
     del held, reader
     gc.collect()
 """

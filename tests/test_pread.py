@@ -23,6 +23,7 @@ from tokenpipe.datapipes import (
     Topology,
     descriptors,
     gather,
+    held_files,
     kernels,
     load_nanotron,
     load_recipe,
@@ -30,7 +31,8 @@ from tokenpipe.datapipes import (
 )
 from tokenpipe.datapipes.core import nodes_of
 from tokenpipe.datapipes.errors import ConfigurationError, TokenFileError
-from tokenpipe.datapipes.gather import TokenGather, all_gathers
+from tokenpipe.datapipes.gather import TokenGather
+from tokenpipe.datapipes.held_files import all_held
 from tokenpipe.datapipes.routes import plan_of
 from tokenpipe.reading_services import DataLoader2, MultiProcessingReadingService
 
@@ -53,9 +55,9 @@ def at_most(monkeypatch):
     """at_most(n): no more than n files are open at a time."""
 
     def bound(files: int) -> None:
-        for gathered in all_gathers():
-            gathered.close_files()
-        monkeypatch.setattr(gather, "most_descriptors", lambda: files)
+        for held in all_held():
+            held.close()
+        monkeypatch.setattr(held_files, "most_descriptors", lambda: files)
 
     return bound
 
@@ -197,15 +199,15 @@ def test_a_gather_that_is_read_by_another_thread_keeps_its_files(tmp_path, at_mo
     expected = two.fetch(range(9)).tolist()
     at_most(1)
     one.fetch([0])
-    held, done = one._gather.value, threading.Event()
-    with held._lock:  # as while it reads
+    held, done = one._gather.value.held, threading.Event()
+    with held.lock:  # as while it reads
         thread = threading.Thread(target=lambda: (two.fetch(range(9)), done.set()))
         thread.start()
         assert done.wait(60)
         assert len(open_below(tmp_path)) == 2
     thread.join()
     assert two.fetch(range(9)).tolist() == expected
-    two._gather.value.close_files()
+    two._gather.value.held.close()
     two.fetch([0])
     assert len(open_below(tmp_path)) == 1
 
@@ -261,7 +263,7 @@ def test_a_file_that_is_cut_while_it_is_open_is_an_error_that_names_it(tmp_path,
     os.truncate(path, 1000)
     with pytest.raises(TokenFileError, match="0 bytes from byte 1998 on, where 2000 were"):
         graph.fetch([1])
-    plan_of(graph).gather.close_files()
+    plan_of(graph).gather.held.close()
     with pytest.raises(TokenFileError, match=f"{path}: 1000 bytes now, 10000 when the graph was built"):
         graph.fetch([0])
     path.unlink()
@@ -351,7 +353,7 @@ def test_read_tokens_and_nanotrons_configs_pass_io_on(tmp_path):
         assert mapped.fingerprint() == read.fingerprint()
         assert all_same(mapped[3], read[3])
         assert load_recipe(read.recipe()).fingerprint() == read.fingerprint()
-    with pytest.raises(ConfigurationError, match="'pread' would do"):
+    with pytest.raises(ConfigurationError, match="'pread' or 'ranged' would do"):
         read_tokens(paths, 8, 7, "uint16", io="aio")
 
 
