@@ -1,8 +1,8 @@
 """Token files behind a web server: how long batches are waited for, and what locality of the order saves.
 
-First table: what is isolated is the wait for the network. A server on loopback waits so many ms before each answer;
-each row is a fresh process with an empty shard cache that takes batches of a windowed order, with a pause between two
-of them in place of a training step. "first" is the first batch, "waited" the mean of the others, "worst" the longest of
+What is isolated: the wait for the network. First table: a server on loopback waits so many ms before each answer; a
+row is a fresh process with an empty shard cache that takes batches of a windowed order, with a pause between two of
+them in place of a training step. "first" is the first batch, "waited" the mean of the others, "worst" the longest of
 these; "fetched" is what the server sent.
 
 Second table: no file is read. Over shards of equal size, what the first batches of an order need, by the window of

@@ -38,13 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
     from ..datapipes import TokenReader, verify_token_file
     from ..datapipes.core import as_count
     from ..datapipes.errors import ConfigurationError
+    from ..datapipes.formats.places import as_place
 
     as_count("--samples", arguments.samples, 0)
     as_count("--tokens", arguments.tokens)
     reader = TokenReader(arguments.file, dtype=arguments.dtype)
     if len(reader.files) > 1:
         raise ConfigurationError(
-            f"{arguments.file}: names {len(reader.files)} token files, and one is shown at a time, as "
+            f"{as_place(arguments.file)}: names {len(reader.files)} token files, and one is shown at a time, as "
             f"{reader.files[0].path}"
         )
     tokenizer: Any = None

@@ -30,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..datapipes.errors import ConfigurationError, TokenpipeError
     from ..datapipes.file_sums import compare_files
     from ..datapipes.formats import as_dtype, list_token_files
+    from ..datapipes.formats.places import as_place
     from ..datapipes.manifest import is_manifest, read_alone
 
     if arguments.vocab_size is not None:  # what is wrong with the command is said once, not for each file
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             return verify_token_file(path, arguments.dtype, arguments.vocab_size)
 
     bad = False
-    for given in arguments.files:
+    for given in map(as_place, arguments.files):
         path = given
         try:
             if is_manifest(given):
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
                     said = f"{file.path}: ok, {file.tokens:,} tokens, as in the manifest"
                     print(escaped(said if wrong is None else _of(file.path, wrong)), flush=True)
                 continue
-            for path in list_token_files(given):
+            for path in map(as_place, list_token_files(given)):
                 try:
                     said = f"{path}: {verified(path)}"
                 except (TokenpipeError, OSError) as error:
@@ -69,4 +70,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _of(path: str, error: Exception) -> str:
     """The error in a line that begins with the path."""
-    return str(error) if str(error).startswith(path) else f"{path}: {error}"
+    return str(error) if str(error).startswith(str(path)) else f"{path}: {error}"

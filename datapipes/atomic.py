@@ -11,11 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-__all__ = ["NewFile", "check_replaceable", "replacing", "sync_folder"]
+from .errors import ConfigurationError
+
+__all__ = ["NewFile", "check_replaceable", "refuse_url", "replacing", "sync_folder"]
 
 
 def check_replaceable(path: "str | os.PathLike[str]") -> None:
-    """Raises OSError, with the path as it was given, where `replacing(path)` cannot begin: to ask before long work."""
+    """Raises OSError, with the path as it was given, where `replacing(path)` cannot begin: to ask before long work;
+    ConfigurationError for a URL.
+    """
+    refuse_url(path)
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "a folder has this name; a file was to be written", str(path))
@@ -23,6 +28,18 @@ def check_replaceable(path: "str | os.PathLike[str]") -> None:
         raise FileNotFoundError(errno.ENOENT, "no folder to write this file in", str(path))
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, "its folder cannot be written", str(path))
+
+
+def refuse_url(path: "str | os.PathLike[str]") -> None:
+    """Raises ConfigurationError for a URL, whose file no rename could make whole."""
+    if "://" in (text := os.fspath(path)):
+        from .remote.urls import is_remote, shown  # of a package that writes files
+
+        if is_remote(text):
+            raise ConfigurationError(
+                f"{shown(text)}: files are written on this machine alone; a path would do, and `remote.upload` puts "
+                "the file there when it is whole"
+            )
 
 
 class NewFile:

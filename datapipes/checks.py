@@ -27,11 +27,12 @@ from .fingerprint import file_digest
 from .formats import DTYPES, TokenLayout
 from .formats.table import LayoutTable, distinct, has_remote, integers, parts_of
 from .kernels import kernel
+from .remote.shard_cache import give_up
 
 if TYPE_CHECKING:
     from .gather import TokenGather
 
-__all__ = ["LEVELS", "BlockChecks", "as_level", "check_before_scan", "check_ends", "with_verify"]
+__all__ = ["LEVELS", "BlockChecks", "as_level", "check_before_scan", "check_ends", "with_verify", "without_copy"]
 
 LEVELS = ("size", "open", "read")
 BLOCK_BITS = 16  # of a manifest's blocks of 64 KiB
@@ -92,7 +93,7 @@ def with_verify(files: "Sequence[TokenLayout]", verify: str) -> "Sequence[TokenL
 
 def _look_at(file: TokenLayout) -> _Found:
     """Compares a file that is about to be opened, unless this process did. Raises TokenFileError."""
-    handle = open_checked(file.local, file.size, since=file.known_since)
+    handle = file.opened(lambda path: open_checked(path, file.size, since=file.known_since))
     try:
         stat = os.fstat(handle)
     finally:
@@ -121,8 +122,14 @@ def _compare(file: TokenLayout) -> None:
         raise TokenFileError(
             f"{file.path}: is not the file that its manifest is of: its {what} is {digest[:16]}…, expected "
             f"{expected[:16]}…; `tokenpipe verify` says what is damaged, and where it was changed on purpose, "
-            "make_manifest makes the manifest anew"
+            f"make_manifest makes the manifest anew{without_copy(file)}"
         )
+
+
+def without_copy(file: TokenLayout) -> str:
+    """Gives up the wrong copy of a remote file, which else would stay when the file is right again; for an error."""
+    there = file.remote is not None and give_up(file.remote)
+    return "; its copy on this machine was removed, and the file is fetched again when it is next opened" * there
 
 
 def _check_range(file: TokenLayout, found: _Found, begin: int, stop: int) -> None:
@@ -131,7 +138,7 @@ def _check_range(file: TokenLayout, found: _Found, begin: int, stop: int) -> Non
     todo = first + np.flatnonzero(~found.good[first:last])
     if not todo.size:
         return
-    handle = open_checked(file.local, file.size, since=file.known_since)
+    handle = file.opened(lambda path: open_checked(path, file.size, since=file.known_since))
     try:
         for block in todo.tolist():
             _check_block(file, found, block, lambda a, b: os.pread(handle, b - a, a))
@@ -151,7 +158,7 @@ def _check_block(file: TokenLayout, found: _Found, block: int, read: "Callable[[
         raise TokenFileError(
             f"{file.path}: bytes {begin} … {stop - 1} are damaged: their CRC-32 is {crc:08x}, the manifest {manifest} "
             f"says {expected:08x}; `tokenpipe verify {manifest}` compares all of them, and the file from where it came "
-            "from would do"
+            f"from would do{without_copy(file)}"
         )
     found.good[block] = True
 
@@ -159,7 +166,10 @@ def _check_block(file: TokenLayout, found: _Found, block: int, read: "Callable[[
 def check_ends(file: TokenLayout) -> None:
     """Compares what a file's stored document ends are read from, unless this process did. Raises TokenFileError."""
     if file.ends_path:
-        index = TokenLayout(file.ends_path, DTYPES["uint8"], 0, file.ends_size, file.ends_size, kind="document ends")
+        index = TokenLayout(
+            file.ends_path, DTYPES["uint8"], 0, file.ends_size, file.ends_size, kind="document ends",
+            remote=file.ends_remote,
+        )  # fmt: skip
         _look_at(replace(index, digest=file.ends_digest, whole_hash=file.ends_hash, verify=file.verify))
     elif file.stored_documents:
         found = _look_at(file)

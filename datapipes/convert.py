@@ -8,6 +8,7 @@ ids follow, since they name the file's hash. The same inputs give the same bytes
 again. Empty documents are left out, as writers do.
 """
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from .atomic import refuse_url
 from .core import Int64s
 from .document_ends import checked_ends, find_ends
 from .errors import ArgumentTypeError, ConfigurationError
@@ -112,6 +114,7 @@ def convert_token_files(
     """
     if not isinstance(output, (str, os.PathLike)):
         raise ArgumentTypeError(f"output must be a str or PathLike, got {output!r}")
+    refuse_url(output)
     began = time.perf_counter()
     kind = _kind(os.fspath(output), to)
     reader = TokenReader(inputs, dtype, vocab_size=vocab_size, end_of_text=end_of_text)
@@ -243,7 +246,7 @@ def _dtype(kind: str, files: "Sequence[TokenLayout]") -> str:
 
 def _blocks(file: TokenLayout) -> "Iterator[tuple[Int64s, np.ndarray, np.ndarray | None]]":
     """(int64 (n,) ends of n whole documents in these tokens, (t,) tokens, bool (t,) mask or None) … of a file."""
-    mask = loss_layouts([file])[0].local if has_loss_masks([file]) else None
+    mask = loss_layouts([file])[0] if has_loss_masks([file]) else None
     whole = [(0, np.array([0, file.tokens], np.int64))]
     for _, ends in checked_ends(file) if file.documents else whole:
         at = 0  # of the documents of this chunk, those before it are done
@@ -253,17 +256,21 @@ def _blocks(file: TokenLayout) -> "Iterator[tuple[Int64s, np.ndarray, np.ndarray
             count = int(ends[stop]) - start
             if count:
                 where = file.offset + start * file.dtype.itemsize
-                tokens = np.memmap(file.local, file.dtype, "r", where, (count,))
+                tokens = file.opened(functools.partial(_mapped, file.dtype, where, count))
                 labels = None if mask is None else _mask(mask, start, count)
                 yield ends[at + 1 : stop + 1] - start, tokens, labels
             at = stop
 
 
-def _mask(path: Path, start: int, count: int) -> np.ndarray:
+def _mapped(dtype: np.dtype, where: int, count: int, path: Path) -> np.ndarray:
+    return np.memmap(path, dtype, "r", where, (count,))
+
+
+def _mask(mask: TokenLayout, start: int, count: int) -> np.ndarray:
     """bool (count,), mapped. Raises TokenFileError for bytes that are neither 0 nor 1."""
-    found = np.memmap(path, np.uint8, "r", start, (count,))
+    found = mask.opened(functools.partial(_mapped, mask.dtype, start, count))
     if int(found.max()) > 1:
-        as_loss_mask(found, str(path))
+        as_loss_mask(found, str(mask.path))
     return found.view(np.bool_)
 
 

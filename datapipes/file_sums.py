@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .checks import without_copy
 from .document_ends import MOST_THREADS, cores
 from .errors import TokenFileError
 from .filemap import open_checked
 from .fingerprint import file_digest
 from .formats import DTYPES, TokenLayout
-from .loss_masks import loss_layouts, loss_path
+from .formats.places import beside
+from .loss_masks import has_loss_masks, loss_layouts
 from .manifest import BLOCK, Manifest
+from .remote import RemoteFile, look_up, shown
 
 __all__ = ["FileSums", "compare_files", "sum_file", "sum_files", "whole_hash"]
 
@@ -72,7 +75,9 @@ def sum_files(files: "Sequence[TokenLayout]", progress: "bool | None" = None) ->
 def sum_file(file: TokenLayout, read: "Callable[[int], Any]" = lambda count: None) -> FileSums:
     """Reads a file, and what lies beside it; `read` hears of each count of bytes. Raises TokenFileError."""
     # what a manifest says may be out of date
-    file = replace(file, digest="", ends_digest="", loss_digest="", loss_hash="", blocks=None, verify="size")
+    file = replace(
+        file, digest="", ends_digest="", loss_digest="", loss_hash="", has_loss=None, blocks=None, verify="size"
+    )
     counted = _Documents(file)
     digest, sums = hashlib.blake2b(digest_size=32), []
     for data in blocks_of(file):
@@ -83,11 +88,10 @@ def sum_file(file: TokenLayout, read: "Callable[[int], Any]" = lambda count: Non
     documents = counted.documents()
     found = FileSums(digest.hexdigest(), np.array(sums, np.uint32), file_digest(file).hex(), documents)
     if file.ends_path:
-        found = replace(
-            found, ends_digest=file.ends_content, ends_hash=whole_hash(_bytes(file.ends_path, file.ends_size))
-        )
-    if loss_path(file.path).exists():
-        (mask,) = loss_layouts([replace(file, has_loss=None)])
+        index = TokenLayout(file.ends_path, DTYPES["uint8"], 0, file.ends_size, file.ends_size, remote=file.ends_remote)
+        found = replace(found, ends_digest=file.ends_content, ends_hash=whole_hash(index))
+    if has_loss_masks([file]):
+        (mask,) = loss_layouts([file])
         found = replace(found, loss_digest=file_digest(mask).hex(), loss_hash=whole_hash(mask))
     return found
 
@@ -105,7 +109,7 @@ def blocks_of(file: TokenLayout) -> "Iterator[memoryview]":
 
     Raises TokenFileError.
     """
-    handle = open_checked(file.local, file.size, "read", file.known_since)
+    handle = file.opened(lambda path: open_checked(path, file.size, "read", file.known_since))
     try:
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
@@ -153,10 +157,6 @@ class _Documents:
         return self.count + (self.last != file.end_of_text)
 
 
-def _bytes(path: str, size: int) -> TokenLayout:
-    return TokenLayout(path, DTYPES["uint8"], 0, size, size)
-
-
 def compare_files(manifest: Manifest) -> "Iterator[tuple[TokenLayout, TokenFileError | None]]":
     """Each file of a manifest in order, with what of it, or beside it, is not as when the manifest was made; reads all
     bytes, some files at once. Raises TokenFileError for a manifest whose sums are damaged.
@@ -166,6 +166,8 @@ def compare_files(manifest: Manifest) -> "Iterator[tuple[TokenLayout, TokenFileE
         file = manifest.files[at]
         sums = file.blocks.sums() if file.blocks else np.empty(0, np.uint32)
         try:
+            for remote in filter(None, {file.remote, file.ends_remote}):
+                _look_again(remote, file.known_since)
             found = sum_file(file)
             _compare(manifest, at, file, sums, found)
         except TokenFileError as error:
@@ -185,21 +187,33 @@ def compare_files(manifest: Manifest) -> "Iterator[tuple[TokenLayout, TokenFileE
             pool.shutdown(cancel_futures=True)
 
 
+def _look_again(file: RemoteFile, since: str) -> None:
+    """Raises TokenFileError where a file has changed at its URL: a copy of the cache would not show it."""
+    now = look_up(file.url)
+    if now.size != file.size or (file.version and now.version != file.version):
+        raise TokenFileError(
+            f"{shown(file.url)}: has {now.size} bytes and version {now.version!r} now, {file.size} and "
+            f"{file.version!r} when {since}: it was replaced"
+        )
+
+
 def _compare(manifest: Manifest, at: int, file: TokenLayout, sums: np.ndarray, found: FileSums) -> None:
     """Raises TokenFileError where a file's sums are not those of the manifest."""
     bad = np.flatnonzero(found.sums != sums)
     if bad.size or found.hash != manifest.hashes[at]:
+        gone = without_copy(file)
         if not bad.size:
-            raise TokenFileError(f"{file.path}: BLAKE2b is {found.hash}, and was another when {file.known_since}")
+            raise TokenFileError(f"{file.path}: BLAKE2b is {found.hash}, and was another when {file.known_since}{gone}")
         begin, every = int(bad[0]) * BLOCK, bad.size == sums.size > 1
         raise TokenFileError(
             f"{file.path}: bytes {begin} … {min(begin + BLOCK, file.size) - 1} are not what they were when "
             f"{file.known_since}; {bad.size} of {sums.size} block(s) differ"
             + (": it was replaced, or written anew" if every else "")
+            + gone
         )
     for what, now, then in (
         (file.ends_path, found.ends_hash, manifest.ends_hashes[at]),
-        (str(loss_path(file.path)), found.loss_hash, manifest.loss_hashes[at]),
+        (beside(file.path, ".loss"), found.loss_hash, manifest.loss_hashes[at]),
     ):
         if now != then:
             how = "is gone" if not now else "is new" if not then else "is not what it was"

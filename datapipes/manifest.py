@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .atomic import check_replaceable, replacing
-from .errors import ArgumentTypeError, ConfigurationError, TokenFileError
+from .errors import ArgumentTypeError, ConfigurationError, TokenFileError, TokenpipeError
 from .formats.layout import DTYPES, BlockSums, TokenLayout
 from .formats.places import Url, as_place, local_path, opened
 from .formats.table import LayoutTable
@@ -140,6 +140,8 @@ def _head(path: str) -> bytes:
                 )
             text = read(_HEADER.size, _sums_begin(length))
     except ValueError as error:  # a NUL in the path
+        if isinstance(error, TokenpipeError):
+            raise
         raise TokenFileError(f"{path!r} is no path of a manifest: {error}") from error
     except OSError as error:
         if isinstance(error, TokenFileError):
@@ -227,7 +229,11 @@ def _manifest(path: str, columns: "dict[str, list[Any]]", begin: int, count: int
         "verify": ["size"],
         **{name: columns[name] for name in ("dtype", "sums_crc", "version", "ends_version", *_KEPT)},
     }
-    folder = os.path.dirname(path)  # noqa: PTH120 - as it was given, a file:// URL perhaps
+    if isinstance(path, Url):  # its query goes along
+        base, ask, query = path.whole.partition("?") if path.startswith(("http://", "https://")) else (path[:], "", "")
+        folder = f"{base.rpartition('/')[0]}{ask}{query}"
+    else:
+        folder = os.path.dirname(path)  # noqa: PTH120 - as it was given, a file:// URL perhaps
     table = LayoutTable(fields, len(paths), folder, (path, begin, BLOCK, mark))
     hashes = (columns[name] * (len(paths) // len(columns[name])) for name in ("hash", "ends_hash", "loss_hash"))
     return Manifest(path, table, *map(tuple, hashes))
@@ -281,9 +287,9 @@ def check_output(output: "str | os.PathLike[str]") -> None:
     """Raises ArgumentTypeError, ConfigurationError, OSError where no manifest can get this name."""
     if not isinstance(output, (str, os.PathLike)):
         raise ArgumentTypeError(f"output must be a str or PathLike, got {output!r}")
+    check_replaceable(output)
     if not os.fspath(output).endswith(SUFFIX):
         raise ConfigurationError(f"{os.fspath(output)}: the name of a manifest ends in {SUFFIX}")
-    check_replaceable(output)
 
 
 def write_manifest(
@@ -353,7 +359,7 @@ def _row(file: TokenLayout, found: "FileSums", folder: str) -> "dict[str, Any]":
 
 def _from_folder(path: str, folder: str) -> str:
     if is_remote(path):
-        return identity(path if not isinstance(path, Url) else path.whole).removesuffix("?")
+        return identity(path if not isinstance(path, Url) else path.whole)
     full = os.path.abspath(local_path(path))  # noqa: PTH100 - links stay links
     below = f"{folder.rstrip('/')}/"
     return full.removeprefix(below)

@@ -4,6 +4,7 @@ A 1-D .npy array of integers or floats, never pickled, mapped and checked agains
 "length" needs no file: it is a document's number of tokens.
 """
 
+import errno
 import glob
 import math
 import re
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ConfigurationError, TokenFileError
+from .errors import ConfigurationError, RemoteFileError, TokenFileError
 from .formats import TokenLayout
 from .formats.places import as_place, beside, list_folder, local_path
 
@@ -46,7 +47,13 @@ def list_scores(file: TokenLayout) -> list[str]:
     """The names of the scores beside a token file, sorted."""
     own = file.path if file.remote is not None else str(file.local)
     if file.remote is not None:
-        paths = [str(as_place(one.url)) for one in list_folder(file.remote.url.rpartition("/")[0])]
+        url, paths = file.remote.url, []
+        folder = (url.partition("?")[0] if url.startswith(("http://", "https://")) else url).rpartition("/")[0]
+        try:
+            paths = [str(as_place(one.url)) for one in list_folder(folder)]
+        except RemoteFileError as error:  # a server that lists nothing, or not to us: nobody can know of any
+            if error.errno not in (errno.ENOENT, errno.EACCES):
+                raise
     else:
         paths = glob.glob(f"{glob.escape(own)}.*.npy")  # noqa: PTH207 - Path.glob takes no whole path
     fitting = [path for path in paths if path.startswith(f"{own}.") and path.endswith(".npy")]

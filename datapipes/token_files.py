@@ -23,8 +23,9 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 def as_paths(paths: "Paths") -> "list[str | os.PathLike[str]]":
     """One path or several as a list. Raises ArgumentTypeError, ConfigurationError."""
     several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-    if not isinstance(several, Sequence) or not all(isinstance(path, (str, os.PathLike)) for path in several):
-        raise ArgumentTypeError(f"paths must be a str or PathLike, or a list of them, got {paths!r}")
+    given = several if isinstance(several, Sequence) else [paths]
+    if wrong := [one for one in given if not isinstance(one, (str, os.PathLike))]:  # the others may have secrets
+        raise ArgumentTypeError(f"paths must be a str or PathLike, or a list of them, got {wrong[0]!r}")
     if not several:
         raise ConfigurationError("paths names no token file; at least one path would do")
     return list(several)

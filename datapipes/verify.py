@@ -9,7 +9,7 @@ beside it         a loss mask of zeros and ones, ids with their hash, scores: on
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import PathLike
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from .document_ends import checked_ends
 from .errors import TokenFileError, TokenIdError
 from .formats import TokenLayout, megatron, own, read_layout
 from .formats.ids import open_document_ids
+from .formats.places import as_place
 from .loss_masks import has_loss_masks, loss_layouts
 from .scores import list_scores, read_scores, score_path
 
@@ -73,7 +74,7 @@ def verify_token_file(
         for _ in tokens.blocks():
             pass
     beside = tuple(_beside(file))
-    return VerifiedFile(fspath(path), file.kind, documents, file.tokens, tokens.largest, header is not None, beside)
+    return VerifiedFile(as_place(path), file.kind, documents, file.tokens, tokens.largest, header is not None, beside)
 
 
 def _document_ends(file: TokenLayout) -> Iterator[Int64s]:
@@ -103,7 +104,7 @@ class _Tokens:
     def blocks(self) -> Iterator[bytes]:
         """All that follows the header, once the ids in it were found right. Raises TokenFileError, TokenIdError."""
         file, place = self.file, 0
-        with file.local.open("rb") as handle:
+        with file.opened(lambda path: path.open("rb")) as handle:
             handle.seek(file.offset)
             while place < file.tokens:
                 count = min(BLOCK, file.tokens - place)
@@ -140,7 +141,7 @@ def _beside(file: TokenLayout) -> Iterator[str]:
     """The names of what was found beside the file, once it was found right. Raises TokenFileError."""
     if has_loss_masks([file]):
         (mask,) = loss_layouts([file])
-        with mask.local.open("rb") as handle:
+        with mask.opened(lambda path: path.open("rb")) as handle:
             for first in range(0, mask.size, BLOCK):
                 wrong = np.flatnonzero(np.frombuffer(handle.read(BLOCK), np.uint8) > 1)
                 if wrong.size:

@@ -7,6 +7,7 @@
         assert server.count("/a/shard.bin") == 4
 
 A path's faults are used up one a request (HEAD too, unless `heads=False`), then it is answered rightly. `always` stays.
+With `key` set, who does not have it in the query is refused (403).
 GET knows ranges, If-Match, HEAD; PUT stores. A folder's path ("/a/") is listed as links. Threads; nothing leaves
 127.0.0.1. `requests` has what was asked, in order: (method, path, Range header or "", number of bytes sent).
 """
@@ -62,6 +63,7 @@ class FaultServer:
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, str, int]] = []
         self.headers: list[dict[str, str]] = []
+        self.key = ""
         self._files: dict[str, _File] = {}
         self._faults: dict[str, deque[Fault]] = defaultdict(deque)
         self._always: dict[str, Fault] = {}
@@ -174,6 +176,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path, method = self.path.partition("?")[0], self.command
         fault, asked = self.owner._take(method, path), self.headers.get("Range", "")
         self.owner._note(method, path, asked, 0, dict(self.headers))
+        if self.owner.key not in self.path:
+            return self._answer(403, {}, b"", fault)
         if fault.slow:
             self.owner.ending.wait(fault.slow)
         if fault.reset == 0:

@@ -353,7 +353,7 @@ def test_read_tokens_and_nanotrons_configs_pass_io_on(tmp_path):
         assert mapped.fingerprint() == read.fingerprint()
         assert all_same(mapped[3], read[3])
         assert load_recipe(read.recipe()).fingerprint() == read.fingerprint()
-    with pytest.raises(ConfigurationError, match="'pread' or 'ranged' would do"):
+    with pytest.raises(ConfigurationError, match="'pread' would do"):
         read_tokens(paths, 8, 7, "uint16", io="aio")
 
 

@@ -26,7 +26,13 @@ from tokenpipe.datapipes import (
     load_recipe,
     write_recipe,
 )
-from tokenpipe.datapipes.errors import RemoteFileError, StateMismatchError, TokenFileError
+from tokenpipe.datapipes.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    RemoteFileError,
+    StateMismatchError,
+    TokenFileError,
+)
 from tokenpipe.datapipes.formats.ids import DocumentIdsWriter, ids_path
 from tokenpipe.datapipes.remote import cache_folder
 from tokenpipe.reading_services import DataLoader2, MultiProcessingReadingService
@@ -495,7 +501,7 @@ def test_no_secret_of_a_url_is_shown_or_kept(server, corpus):
 def test_folders_and_patterns_are_those_of_a_local_disk(corpus, server, place):
     for path in [*corpus.glob("raw.bin"), *corpus.glob("llmc.bin")]:
         path.unlink()
-    url = in_memory(corpus, "listed") if place == "memory" else serve(server, corpus)
+    url = in_memory(corpus, "as-listed") if place == "memory" else serve(server, corpus)
     shown = {}
     for where in (f"{corpus}/", url):
         for what in ("", "own-*.tok", "own-[12].tok", "*.idx", "*-0*"):
@@ -526,3 +532,37 @@ def test_a_recipe_reads_the_same_urls(corpus, server):
     graph = own_graph(f"{serve(server, corpus)}own-1.tok", "ranged")
     again = load_recipe(write_recipe(graph))
     assert again.fingerprint() == graph.fingerprint() and all_same(batches(again), batches(graph))
+
+
+def test_a_page_that_links_elsewhere_and_to_itself_is_a_folder_of_what_is_in_it(corpus, server):
+    body = (corpus / "own-1.tok").read_bytes()
+    server.put("/c/own-1.tok", body)
+    server.put("/about.html", b"")
+    links = ["?C=N;O=D", "?C=M;O=A", "/", "/about.html", "../", "own-1.tok"]
+    page = "".join(f'<a href="{link}">{link}</a>' for link in links)
+    server.put("/c/", page.encode(), Content_Type="text/html")
+    for what in ("", "*.tok"):
+        assert [file.path for file in TokenReader(server.url(f"/c/{what}"), name="x").files] == [
+            server.url("/c/own-1.tok")
+        ]
+
+
+def test_chained_urls_are_refused_without_what_is_secret_in_them():
+    for chained in (
+        "simplecache::https://me:{0}@host/a.tok?sig={0}",
+        "zip://a.tok::s3://b/{0}?x.zip",
+        "a::b::s3://c/d",
+    ):
+        with pytest.raises(ConfigurationError, match="chained URLs are not read") as caught:
+            TokenReader(chained.format(SECRET) if "zip" not in chained else chained.format("x"))
+        assert SECRET not in str(caught.value)
+    with pytest.raises(RemoteFileError, match=r"memory://nowhere/a::b\.tok"):
+        TokenReader("memory://nowhere/a::b.tok")
+    with pytest.raises(ArgumentTypeError, match=r"got 3$"):
+        TokenReader([f"https://host/a.tok?sig={SECRET}", 3])
+
+
+def test_a_setting_that_is_wrong_is_named_as_what_it_is(corpus, server, monkeypatch):
+    monkeypatch.setenv("TOKENPIPE_SHARDS", "/proc/nowhere")
+    with pytest.raises(ConfigurationError, match=r"^TOKENPIPE_SHARDS is '/proc/nowhere'"):
+        TokenReader(f"{serve(server, corpus)}own-1.tok")

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError
+from ..errors import ArgumentTypeError, ConfigurationError, TokenFileError, TokenpipeError
 from . import datatrove, ids, llmc, megatron, npy, own, raw
 from .ids import DocumentIds
 from .layout import DTYPES, TokenLayout, as_dtype
@@ -46,6 +46,8 @@ def _read_layout(text: str, dtype: object) -> TokenLayout:
         with opened(text) as (size, read):
             head = read(0, HEAD)
     except ValueError as error:  # a NUL in the path
+        if isinstance(error, TokenpipeError):
+            raise
         raise TokenFileError(f"{text!r} is no path of a token file: {error}") from error
     except OSError as error:
         if isinstance(error, TokenFileError):

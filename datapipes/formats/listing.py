@@ -67,7 +67,7 @@ def _token_files(folder: str, found: "dict[str, bool]") -> list[str]:
     if odd:
         raise TokenFileError(
             f"{folder}: holds {odd[0]!r} too, and a folder of token files ({', '.join(SUFFIXES)}) alone was expected; "
-            f"a pattern as {f'{folder}/*.bin'!r} says which of its files are meant"
+            f"a pattern as {folder.rstrip('/') + '/*.bin'!r} says which of its files are meant"
         )
     return names
 
@@ -75,7 +75,7 @@ def _token_files(folder: str, found: "dict[str, bool]") -> list[str]:
 def _at_url(url: str) -> list[str]:
     """The same for a URL: a folder ends in "/", or has no file of its name."""
     pattern = _is_pattern(str(url))
-    named = str(url).endswith((*SUFFIXES, ".idx"))
+    named = str(url).endswith((*SUFFIXES, ".idx", ".manifest"))
     if not pattern and not url.endswith("/") and (named or exists(url) or exists(beside(url, ".idx"))):
         return [url]
     folder, _, name = url.rpartition("/")

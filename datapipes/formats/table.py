@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
+from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
@@ -109,8 +110,11 @@ class LayoutTable(Sequence[TokenLayout]):
         for name, found, size, version in _AT_URLS:
             version = fields.pop(version)
             if is_remote(fields[name]):
-                fields[found] = RemoteFile(fields[name], fields[size], version)
+                content = "" if version else str(fields["digest" if name == "path" else "ends_digest"])
+                fields[found] = RemoteFile(fields[name], fields[size], version, content)
                 fields[name] = as_place(fields[name])
+        if not fields["ends_path"] and "remote" in fields:
+            fields["ends_remote"] = fields["remote"]
         # two threads that make it at once take the same one
         return self._made.setdefault(at, TokenLayout(**fields, blocks=blocks))
 
@@ -124,9 +128,18 @@ class LayoutTable(Sequence[TokenLayout]):
 
 
 def joined_paths(folder: str, paths: "list[str]") -> "list[str]":
-    """Paths from a folder on; those that are absolute, URLs or empty as they are."""
-    before = f"{folder.rstrip('/')}/" if folder else ""
-    return [path if path[:1] in ("/", "") or "://" in path else before + path for path in paths]
+    """Paths from a folder on, a URL's query behind them; those that are absolute, URLs or empty as they are."""
+    web = folder.startswith(("http://", "https://"))
+    base, mark, query = folder.partition("?") if web else (folder, "", "")
+    before = f"{base.rstrip('/')}/" if folder else ""
+    return [
+        path
+        if path[:1] in ("/", "") or "://" in path
+        else f"{before}{quote(path)}{mark}{query}"
+        if web
+        else before + path
+        for path in paths
+    ]
 
 
 def integers(files: "Sequence[TokenLayout]", name: str) -> npt.NDArray[np.int64]:

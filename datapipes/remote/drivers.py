@@ -36,7 +36,9 @@ _VERSIONS = (
 """What drivers call a file's version, the best first."""
 
 
-WHOLE_ALONE = "the server sends whole files when asked for a part (200 instead of 206)"
+WHOLE_ALONE = (
+    "the server sends whole files when asked for a part (200 instead of 206); io='mmap' or 'pread' takes whole files"
+)
 
 
 class Sum(NamedTuple):

@@ -26,6 +26,8 @@ _NEEDS = {  # protocol: (package, how it is had)
     "hf": ("huggingface_hub", "pip install huggingface_hub"),
 }
 
+_DRIVERS = ("AWS_", "GOOGLE_", "HF_")  # what their settings in the environment begin with
+
 _made: "dict[tuple[Any, ...], Any]" = {}
 _lock = threading.Lock()
 
@@ -46,6 +48,7 @@ def file_system(url: str, uploading: bool = False) -> Any:
     """
     protocol = protocol_of(url)
     import fsspec
+    from fsspec.config import conf
 
     try:
         kind = fsspec.get_filesystem_class(protocol)
@@ -57,7 +60,9 @@ def file_system(url: str, uploading: bool = False) -> Any:
             f"{shown(url)}: fsspec knows no file system for {protocol!r}; it knows s3, gs, hf, http and https"
         ) from None
     options = kind._get_kwargs_from_urls(url)
-    key = (os.getpid(), protocol, repr(sorted(options.items())), request_seconds(), uploading)
+    # another endpoint or other credentials are another file system; in memory they stay, hashed
+    given = [options, conf.get(protocol), {name: os.environ[name] for name in os.environ if name.startswith(_DRIVERS)}]
+    key = (os.getpid(), protocol, hash(repr(given)), request_seconds(), uploading)
     if (found := _made.get(key)) is None:
         with _lock:
             if (found := _made.get(key)) is None:

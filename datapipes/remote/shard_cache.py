@@ -35,7 +35,7 @@ from .file_systems import S3, WEB
 from .transport import in_order, look_up, parts_of, read_part, read_whole
 from .urls import RemoteFile, identity, is_remote, protocol_of, shown
 
-__all__ = ["cache_bytes", "cache_folder", "claim", "fetch"]
+__all__ = ["cache_bytes", "cache_folder", "claim", "fetch", "give_up"]
 
 _NAME = re.compile(r"[0-9a-f]{64}\.shard")
 _TEMPORARY = re.compile(r"\.([0-9a-f]{64})\.shard\..+")
@@ -87,6 +87,15 @@ def claim(file: RemoteFile, distance: int) -> "Path | None":
     return path if _there(path, file, distance) else None
 
 
+def give_up(file: RemoteFile) -> bool:
+    """Removes the copy of a file that is not what it should be, as somebody has found; whether there was one."""
+    try:
+        (cache_folder() / _name(file)).unlink()
+    except OSError:
+        return False
+    return True
+
+
 def cache_bytes() -> int:
     """The bytes that cached files may have together. Raises ConfigurationError."""
     return int(number_set("TOKENPIPE_SHARDS_GIB", 100.0) * (1 << 30))
@@ -102,7 +111,7 @@ def cache_folder() -> Path:
 
 @lru_cache(4096)
 def _name(file: RemoteFile) -> str:
-    of = repr((identity(file.url), file.version, file.size))
+    of = repr((identity(file.url), file.version, file.size, *filter(None, [file.content])))
     return hashlib.blake2b(f"tokenpipe shard 1|{of}".encode(), digest_size=32).hexdigest() + ".shard"
 
 
@@ -296,10 +305,14 @@ def _fill(new: NewFile, file: RemoteFile) -> str:
     if known is not None and made is not None:
         if (digest := made.hexdigest()) != known.digest:
             return f"its {known.kind} is {digest}, and {known.digest} was announced"
-    elif protocol_of(file.url) not in (*WEB, *S3) and (now := look_up(file.url)) != file:
+    elif protocol_of(file.url) not in (*WEB, *S3) and _changed(now := look_up(file.url), file):
         # nothing else has said whether all parts are of one version
         raise RemoteFileError(errno.ESTALE, f"it has changed since it was looked up: now {now!r}", shown(file.url))
     return ""
+
+
+def _changed(now: RemoteFile, file: RemoteFile) -> bool:
+    return now.size != file.size or (file.version != "" and now.version != file.version)
 
 
 def _bodies(file: RemoteFile) -> "Iterator[drivers.Body]":

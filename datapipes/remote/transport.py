@@ -90,6 +90,8 @@ def _listed(url: str) -> "list[tuple[str, dict[str, Any]]]":
     named = {}
     for info in found:
         name = str(info["name"])
+        if web and (name.partition("?")[0].endswith("/") or not (pattern or name.startswith(f"{url.rstrip('/')}/"))):
+            continue  # a page's links to itself in another order, and to what is elsewhere
         if info.get("type") != "directory" and not name.endswith("/"):
             named[name if "://" in name else f"{front}{name}" if front else str(fs.unstrip_protocol(name))] = info
     return sorted(named.items(), key=lambda entry: entry[0])

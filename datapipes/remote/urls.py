@@ -9,6 +9,7 @@ from ..errors import ConfigurationError
 __all__ = ["RemoteFile", "identity", "is_remote", "protocol_of", "scrubbed", "shown"]
 
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_CHAINED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://[^?#]*)?::[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _SIGNATURES = re.compile(
     "x-(amz|goog|oss|ms)-.*|awsaccesskeyid|googleaccessid|key-pair-id|signature|sig|token|access_token", re.IGNORECASE
@@ -23,27 +24,33 @@ class RemoteFile:
     """A file behind a URL, as it was when it was looked up.
 
     url: as the caller gave it. size: bytes. version: its ETag, checksum or time as the file system says, "" where it
-    says nothing: a file that has another one when it is read has changed.
+    says nothing: a file that has another one when it is read has changed. content: the fingerprint that a manifest says
+    of a file without a version: a copy of another content is another copy.
     """
 
     url: str
     size: int
     version: str
+    content: str = ""
 
     def __repr__(self) -> str:  # in errors and logs
         return f"RemoteFile(url={shown(self.url)!r}, size={self.size}, version={self.version!r})"
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path has a protocol that is not file://."""
+    """Whether a path has a protocol that is not file://. Raises ConfigurationError for chained URLs."""
+    if "::" in path and _CHAINED.match(path):
+        protocol_of(path)
     return _PROTOCOL.match(path) is not None and protocol_of(path) not in ("file", "local")
 
 
 def protocol_of(url: str) -> str:
     """The protocol, in small letters; "file" for a path without one. Raises ConfigurationError for chained URLs."""
-    if "::" in (head := url.partition("://")[0]):
+    head = url.partition("://")[0]
+    if "::" in head or _CHAINED.match(url):
+        front = head.partition("::")[0]
         raise ConfigurationError(
-            f"{shown(url)}: chained URLs are not read ({head.partition('::')[0]!r} in front of another); the URL of "
+            f"{shown(url.rpartition('::')[2])}: chained URLs are not read ({front!r} in front of another); the URL of "
             "the file itself would do: whole files are cached anyhow"
         )
     return head.lower() if _PROTOCOL.match(url) else "file"
@@ -92,4 +99,4 @@ def identity(url: str) -> str:
     kept = [pair for pair in pairs if not _SIGNATURES.fullmatch(pair[0])]
     if any(name.lower() in ("signature", "sig") for name, _ in pairs):
         kept = [pair for pair in kept if not _BESIDE_ONE.fullmatch(pair[0])]
-    return f"{shown(front)}?{urlencode(kept)}"
+    return f"{shown(front)}?{urlencode(kept)}" if kept else shown(front)
