@@ -61,7 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the files of a URL are made, until they are uploaded (default: a cache)",
     )
     close = parser.add_mutually_exclusive_group()
-    close.add_argument("--end-of-text", metavar="TOKEN", help="what closes documents (default: the tokenizer's own)")
+    close.add_argument(
+        "--end-of-text",
+        "--eos-token",
+        metavar="TOKEN",
+        help="what closes documents (default: the tokenizer's own)",
+    )
     close.add_argument("--no-end-of-text", action="store_true", help="close documents by nothing but their ends")
     parser.add_argument("--shuffle-documents", action="store_true", help="in a keyed permutation, not as they come")
     parser.add_argument("--seed", type=int, default=0, help="of that permutation (default: %(default)s)")
@@ -86,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         "kind": arguments.kind,
         "split": arguments.split,
         "work": arguments.work,
-        "end_of_text": arguments.end_of_text or not arguments.no_end_of_text,
+        "end_of_text": not arguments.no_end_of_text if arguments.end_of_text is None else arguments.end_of_text,
         "shuffle_documents": arguments.shuffle_documents,
         "seed": arguments.seed,
         "workers": arguments.workers,

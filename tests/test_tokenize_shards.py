@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,13 +20,15 @@ import fsspec.config
 import numpy as np
 import pytest
 
-from processes import SOAK, alive, in_a_child, wait_for
+from processes import SOAK, alive, children, in_a_child, wait_for
 from tokenpipe.cli.main import main
-from tokenpipe.datapipes import TokenReader, tokenize_files, tokenize_shards, verify_token_file
-from tokenpipe.datapipes.errors import ConfigurationError, DocumentError, TokenFileError
+from tokenpipe.datapipes import TokenReader, remote, tokenize_files, tokenize_shards, verify_token_file
+from tokenpipe.datapipes.errors import ConfigurationError, DocumentError, TokenFileError, WorkerError
 from tokenpipe.datapipes.manifest import make_manifest, read_manifest
 from tokenpipe.datapipes.remote import file_systems
 from tokenpipe.datapipes.tokenize import shards
+from tokenpipe.datapipes.tokenize.locking import Lock
+from tokenpipe.datapipes.tokenize.progress import Progress
 from tokenpipe.datapipes.tokenize.shard_store import Marker, Store
 
 WORDS = ["the", "quick", "brown", "fox", "naïve", "東京", "🙂", "{}\n", "0.5"]
@@ -151,6 +154,15 @@ def test_outputs_in_the_folder_of_the_inputs_are_no_inputs(tmp_path):
         make(tmp_path / "x-00000-of-00002.tok", tmp_path / "x", shards=2)
 
 
+def test_inputs_that_begin_as_the_shards_do_and_lie_beside_them_are_inputs(tmp_path):
+    names = ["x-2024.jsonl", "x-00000.jsonl", "x-00000-of-00002.jsonl", "x-00001-of-00002.jsonl", "x-1-of-2.jsonl"]
+    for number, name in enumerate(names):
+        (tmp_path / name).write_text(json.dumps({"text": f"of {name}", "url": str(number)}) + "\n")
+    for _ in range(2):
+        summary = make(tmp_path, tmp_path / "x", shards=2)
+        assert summary.documents == len(names) and sorted(map(int, documents_of(summary.path)[1])) == [0, 1, 2, 3, 4]
+
+
 # Going on ---------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +238,36 @@ def test_a_manifest_of_older_shards_is_gone_before_the_first_is_replaced(tmp_pat
     assert not (tmp_path / "x.manifest").exists()
 
 
+def test_a_rank_that_is_late_leaves_the_manifest_that_the_first_has_written(tmp_path, source, whole, monkeypatch):
+    """It finds shards unfinished, and before it takes one of them the others have made them all."""
+    take = Progress.__enter__
+
+    def others_first(self: Progress) -> Progress:
+        monkeypatch.undo()
+        assert os.waitpid(in_a_child(lambda: make(source, tmp_path / "x")), 0)[1] == 0
+        return take(self)
+
+    monkeypatch.setattr(Progress, "__enter__", others_first)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert make(source, tmp_path / "x").kept_shards == 0
+    assert bits(tmp_path) == bits(whole)
+
+
+def test_a_run_that_fails_ends_its_processes_before_their_folders_are_free_for_others(tmp_path, source, monkeypatch):
+    before, then, release = children(), [], Lock.release
+
+    def looked(self: Lock) -> None:
+        then.append(children() - before)
+        release(self)
+
+    monkeypatch.setattr(Lock, "release", looked)
+    with pytest.raises(DocumentError, match=r"no column 'nope'"):
+        make(source, tmp_path / "x", column="nope", workers=2)
+    assert then and not any(then)
+    assert left_over(tmp_path) == ["run"]
+
+
 def kill_and_run_again(run, folder: Path, longest: float, rng: random.Random) -> None:
     """A run in a process group of its own, killed with all of it at some moment, and one that goes on from there."""
 
@@ -260,7 +302,7 @@ def test_killed_at_any_moment_and_run_again_the_bits_are_those_of_an_unbroken_ru
     seed = random.randrange(1 << 32)
     print("seed", seed)
     rng = random.Random(seed)
-    for number in range(25 if SOAK else 4):
+    for number in range(25 if SOAK else 3):
         folder = tmp_path / str(number)
         folder.mkdir()
         kill_and_run_again(run, folder, 1.1 * took, rng)
@@ -368,11 +410,24 @@ def test_under_torchrun_ranks_share_the_work_one_that_fails_fails_all_and_a_reru
     make(inputs, tmp_path / "good", workers=1)
     good = [*bits(tmp_path, "good").values()][:-1]
     last.write_text('{"url": "x", "text": 17}\n')
-    tool = ["--nproc-per-node=2", "-m", "tokenpipe.cli.main", "tokenize", "--ids", "url", "--shards", str(SHARDS)]
-    nanotron = ["--split", "train", "--column", "text", "--tokenizer-name-or-path", "byte"]
+    tool = [
+        "--nproc-per-node=2",
+        "-m",
+        "tokenpipe.cli.main",
+        "tokenize",
+        "--ids",
+        "url",
+        "--shards",
+        str(SHARDS),
+        "--split",
+        "train",
+    ]
+    nanotron = ["--column", "text", "--tokenizer-name-or-path", "byte", "--eos-token", "<|endoftext|>"]
     command = [*TORCHRUN, *tool, *nanotron, "--output-prefix", str(tmp_path / "x"), "--input", str(inputs)]
     run = {"env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 60, "check": False}
-    failed = subprocess.run(command, **run)  # type: ignore[call-overload]
+    alone = [sys.executable, *command[len(TORCHRUN) + 1 :]]  # as torchrun starts the first rank
+    first = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    failed = subprocess.run(command if SOAK else alone, **run | {"env": ENVIRONMENT | first})  # type: ignore[call-overload]
     assert failed.returncode != 0 and "c.jsonl, line 1: column 'text' holds 17" in failed.stderr
     assert not (tmp_path / "x.manifest").exists()
     last.write_text('{"url": "x", "text": ""}\n')
@@ -405,6 +460,8 @@ def test_the_command_makes_what_the_call_makes(tmp_path, source, whole, capsys):
         (["--output-prefix", "x", "--shards", "100000"], "99,999"),
         (["--output-prefix", "nowhere/x"], "does not exist"),
         (["--output-prefix", "x/"], "ends with it"),
+        (["--output-prefix", "./."], "ends with it"),
+        (["--output-prefix", "x", "--end-of-text", ""], "only token is '<|endoftext|>', got ''"),
         (["--output-prefix", "x", "--work", "."], "no URL"),
         (["--output-prefix", "s3://me:secret@bucket/x"], "without user, password"),
         (["--output-prefix", "s3://me:secret@bucket/"], "'s3://bucket/'"),
@@ -467,6 +524,46 @@ def test_shards_go_to_object_storage_are_kept_there_and_made_again_where_one_is_
     assert bucket.cat("tokenised/data/x-00004-of-00006.tok") == expected["x-00004-of-00006.tok"]
 
 
+def test_killed_at_any_upload_and_run_again_nothing_is_left_here_and_the_bits_are_the_same(
+    tmp_path, source, whole, bucket, monkeypatch
+):
+    """Of two shards: file, ids, marker each, and the manifest; killed before the upload or behind it."""
+
+    def run(name: str) -> None:
+        make(source, f"s3://tokenised/{name}/x", work=tmp_path / "work", shards=2)
+
+    def there(name: str) -> "dict[str, bytes]":
+        bucket.invalidate_cache()
+        found = {path.partition(f"/{name}/")[2]: bucket.cat(path) for path in bucket.find(f"tokenised/{name}")}
+        return {path: data for path, data in found.items() if path.startswith("x-")}
+
+    def begin(name: str, uploads: int) -> None:
+        put, done = remote.upload, []
+
+        def killed(local: Path, url: str) -> None:
+            if len(done) == uploads // 2 and uploads % 2 == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            put(local, url)
+            done.append(url)
+            if len(done) == uploads // 2 + 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        remote.upload = killed
+        run(name)
+
+    (tmp_path / "work").mkdir()
+    run("good")
+    good = there("good")
+    assert len(good) == 4
+    for uploads in range(14) if SOAK else (4, 12):
+        child = in_a_child(lambda uploads=uploads: begin(str(uploads), uploads))
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL, uploads
+        run(str(uploads))
+        assert there(str(uploads)) == good and bucket.exists(f"tokenised/{uploads}/x.manifest"), uploads
+        left = {path.name for path in (tmp_path / "work").rglob("*") if path.is_file()}
+        assert left == {"run"}, (uploads, left)
+
+
 def test_an_object_storage_has_no_manifest_while_shards_of_it_are_replaced(tmp_path, source, bucket):
     how = {"work": tmp_path, "shards": 2}
     make(source, "s3://tokenised/x", **how)  # type: ignore[arg-type]
@@ -482,6 +579,18 @@ def test_without_ray_its_extra_is_named(tmp_path, source, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigurationError, match=r"tokenpipe\[ray\]"):
         make(source, tmp_path / "x", ray=True)
+
+
+def test_a_ray_cluster_at_whose_address_nothing_listens_is_named_at_once(tmp_path, source, monkeypatch):
+    pytest.importorskip("ray")
+    with socket.socket() as taken:  # and no server
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(WorkerError, match=f"cannot reach the Ray cluster at '{address}': .*refused"):
+            make(source, tmp_path / "x", ray=address)
+        monkeypatch.setenv("RAY_ADDRESS", f"ray://{address}")
+        with pytest.raises(WorkerError, match=f"'ray://{address}': .*refused"):
+            make(source, tmp_path / "x", ray=True)
 
 
 @pytest.mark.slow

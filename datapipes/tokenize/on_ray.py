@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import os
+import socket
 from typing import Any, NamedTuple
 
 from ..errors import ConfigurationError, TokenpipeError, WorkerError
@@ -24,6 +25,7 @@ from .worker import said
 __all__ = ["make_on_ray"]
 
 RETRIES = 3  # of one shard, where its node or process died
+REACHED = 10.0  # seconds, or nothing is there
 AHEAD = 1000  # tasks that Ray knows of at once
 
 
@@ -59,10 +61,12 @@ def make_on_ray(
         raise ConfigurationError("ray=True (--ray) needs the package `ray`: pip install 'tokenpipe[ray]'") from error
     begun = not ray.is_initialized()
     if begun:
+        named = address if isinstance(address, str) else os.environ.get("RAY_ADDRESS", "")
         try:
+            _reach(named)
             ray.init(address if isinstance(address, str) else None, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise WorkerError(f"cannot reach the Ray cluster at {address!r}: {error}") from error
+            raise WorkerError(f"cannot reach the Ray cluster at {named!r}: {error}") from error
     order = Order(
         os.getcwd(),  # noqa: PTH109 - as a str
         store.prefix,
@@ -79,6 +83,13 @@ def make_on_ray(
     finally:
         if begun:
             ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raises OSError where nothing listens at a HOST:PORT, for which Ray itself waits minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), REACHED).close()
 
 
 def _collected(

@@ -17,7 +17,7 @@ import fcntl
 import glob
 import json
 import os
-import tempfile
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -39,6 +39,7 @@ from .placing import is_url, remove, upload, work_folder
 
 __all__ = ["Marker", "Store"]
 
+_OUTPUT = re.compile(r"(-\d{5}-of-\d{5}\.tok(\.ids|\.loss)?|\.manifest)\Z")  # behind the prefix
 LARGEST = 1 << 27  # bytes of a marker: of a shard of a terabyte
 
 
@@ -103,7 +104,9 @@ class Store:
         self.prefix = os.fspath(prefix).removeprefix("file://")
         self.remote = is_url(self.prefix)
         folder, _, self.name = self.prefix.rpartition("/")
-        if not self.name or (not self.remote and not Path(folder or ("/" if self.prefix[:1] == "/" else ".")).is_dir()):
+        if self.name in ("", ".", "..") or (
+            not self.remote and not Path(folder or ("/" if self.prefix[:1] == "/" else ".")).is_dir()
+        ):
             raise ConfigurationError(
                 f"{shown(self.prefix)!r}: the folder does not exist, or the prefix ends with it; the beginning of a "
                 "name in a folder that exists would do, as data/prose for data/prose-00000-of-00064.tok"
@@ -125,11 +128,11 @@ class Store:
 
     def is_output(self, path: str) -> bool:
         """Whether a file is one that is made here, and no input."""
+        if not _OUTPUT.search(path):  # most are none, and asking where a path leads takes long
+            return False
         ours = os.path.realpath(self.prefix) if not self.remote else self.prefix
         path = os.path.realpath(path) if not is_url(path) else path
-        rest = path.removeprefix(f"{ours}-")
-        shard = rest != path and rest.split(".")[0].replace("-of-", "").isdigit()
-        return shard or path == f"{ours}.manifest"
+        return path.startswith(ours) and _OUTPUT.fullmatch(path, len(ours)) is not None
 
     # Reading and writing, here or there ----------------------------------------------------------------------
 
@@ -179,31 +182,29 @@ class Store:
             kept = {key: value for key, value in vars(found).items() if key != "sums"}
             kept["sums"] = base64.b64encode(found.sums.astype("<u4").tobytes()).decode()
             marker = replace(marker, sizes=sizes, digests=digests, found=kept)
-        if self.remote:
-            self._upload(name, made, marker, ids)
-            return marker
-        target = Path(self.path(name))
-        if made is not None:
-            put_in_place(made, target, ids)
-        else:  # of another run
-            for old in (target, ids_path(target)):
+        if made is not None and self.remote:
+            upload(made, self.path(name), ids)
+        elif made is not None:
+            put_in_place(made, Path(self.path(name)), ids)
+        elif not self.remote:  # of another run
+            for old in (Path(self.path(name)), ids_path(self.path(name))):
                 old.unlink(missing_ok=True)
         written = self.work / name / f"{ASSEMBLED}.done"  # there, what a kill leaves of it is cleared away
         with replacing(written) as file:
             file.write(marker.encoded())
-        written.replace(f"{self.markers}/{name}.done")
-        sync_folder(Path(self.markers))
+        self._put(written, f"{self.markers}/{name}.done")
         return marker
 
-    def _upload(self, name: str, made: "Path | None", marker: Marker, ids: bool) -> None:
-        from ..remote import upload as put
+    def _put(self, made: Path, place: str) -> None:
+        """Gives a whole file of a work folder its name."""
+        if self.remote:
+            from ..remote import upload as put
 
-        if made is not None:
-            upload(made, self.path(name), ids)
-        with tempfile.NamedTemporaryFile(dir=self.work) as file:
-            file.write(marker.encoded())
-            file.flush()
-            put(Path(file.name), f"{self.markers}/{name}.done")
+            put(made, place)
+            made.unlink()
+        else:
+            made.replace(place)
+            sync_folder(Path(place).parent)
 
     def withdraw_manifest(self) -> None:
         """Takes away a manifest of shards that are to be replaced."""
@@ -223,21 +224,19 @@ class Store:
                 raise TokenFileError(errno.ENOENT, "was taken away while the run ended", self.path(name))
             layouts.append(own.layout(self.path(name), *there, None))
         sums = (marker.sums() for _, marker in markers)
-        if not self.remote:
-            while (lock := self.take("manifest")) is None:  # another process without ranks, at the same
-                time.sleep(0.1)
-            try:
+        while (lock := self.take("manifest")) is None:  # another process without ranks, at the same
+            time.sleep(0.1)
+        try:
+            if self.remote:
+                written = lock.folder / f"{ASSEMBLED}.manifest"
+                write_manifest(written, layouts, sums, progress=False)
+                self._put(written, self.manifest)
+            else:  # in its place, from which its paths go
                 for left in Path(self.manifest).parent.glob(f".{glob.escape(self.name)}.manifest.*"):
                     left.unlink()  # of a run that was killed
                 write_manifest(self.manifest, layouts, sums, progress=False)
-            finally:
-                lock.release()
-            return
-        from ..remote import upload as put
-
-        with tempfile.TemporaryDirectory(dir=self.work) as folder:
-            write_manifest(f"{folder}/all.manifest", layouts, sums, progress=False)
-            put(Path(folder, "all.manifest"), self.manifest)
+        finally:
+            lock.release()
 
     # Who makes what -----------------------------------------------------------------------------------------
 

@@ -167,8 +167,6 @@ def tokenize_shards(
                     store.tidy(shard.name)
                 else:
                     left.append(shard)
-            if left:
-                store.withdraw_manifest()
             made: dict[str, Marker] = {}
             if ray is not False:
                 from .on_ray import make_on_ray
@@ -271,6 +269,9 @@ def _free(
                 continue
         try:
             marker = store.finished(shard.name, shard.spec)
+            if marker is None and lock is not None:
+                # now and not before: while this one is unfinished, and this process's, no other writes a new one
+                store.withdraw_manifest()
             if marker is None and lock is not None and not shard.pieces:
                 marker = store.keep(shard.name, None, Marker(shard.spec), False)
         except BaseException:
@@ -320,6 +321,8 @@ def _made(
             taken.popleft()
             yield shard, marker
     finally:
+        if taken:
+            pool.close()  # before others may have the folders that its processes write to
         for _, lock in taken:
             lock.release()
 

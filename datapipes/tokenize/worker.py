@@ -9,6 +9,7 @@ ends when its input does: at once, whatever it was at, also when the parent was 
           {"error": class, "message", "errno"}   the process ends
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -57,7 +58,8 @@ def main() -> None:
     except BrokenPipeError:  # nobody listens any more
         os._exit(1)
     except BaseException as error:
-        answer(**said(error))
+        with contextlib.suppress(BrokenPipeError):  # the parent ends as well
+            answer(**said(error))
         os._exit(1)
 
 
