@@ -11,6 +11,7 @@ explicit signature given in `SIGNATURES` (a lazy signature costs 130-180 ms in t
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -194,6 +195,20 @@ def _pointer(typingctx, address):
     return types.voidptr(types.uintp), codegen
 
 
+@intrinsic
+def _prefetch(typingctx, address):
+    """Brings the cache line at an address nearer, without waiting for it; any address will do, nothing faults."""
+
+    def codegen(context, builder, signature, args):
+        hint = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, hint, hint, hint])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
+        builder.call(prefetch, [builder.inttoptr(args[0], cgutils.voidptr_t), hint(0), hint(3), hint(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.uintp), codegen
+
+
 @njit(inline="always")
 def _copy(target, address, skip, count, code):
     """target[:] = count items of the code's dtype from item `skip` on."""
@@ -238,13 +253,41 @@ def _read(handle, scratch, place, code, target):
     return True
 
 
+_TOGETHER = 16  # stretches that are looked up in one go, so that they wait for memory together and not in turn
+
+
+@njit
+def _locate(starts, first, piece):
+    """piece[i] = the last piece that begins at or before starts[i], of a table with one piece or more."""
+    if starts.size < 3:  # one alone is found sooner by guessing each branch than by waiting for each number
+        for i in range(starts.size):
+            piece[i] = np.searchsorted(first, starts[i], side="right") - 1
+        return
+    piece[: starts.size] = 0
+    left = first.size - 1
+    while left > 1:
+        half = left >> 1
+        for i in range(starts.size):
+            middle = piece[i] + half
+            piece[i] = middle if first[middle] <= starts[i] else piece[i]
+        left -= half
+
+
 @njit
 def _walk(starts, counts, out, first, address, itemcode, place, file, handle, offset):
     """Both gathers: without files that are read, `handle` is None, and what is only theirs is not compiled."""
-    scratch = np.empty(0 if handle is None else _SCRATCH, np.uint8)
+    piece = np.zeros(_TOGETHER, np.int64)
+    scratch = piece if handle is None else np.empty(_SCRATCH // 8, np.int64)
     at = 0
     alike = counts.size == 1
     for i in range(starts.size):
+        if i % _TOGETHER == 0 and address.size:
+            some = starts[i : i + _TOGETHER]
+            _locate(some, first, piece)
+            if handle is None:
+                for k in range(some.size):
+                    f = max(0, piece[k])
+                    _prefetch(address[f] + np.uint64((some[k] - first[f]) * abs(itemcode[f])))
         start = starts[i]
         width = counts[0] if alike else counts[i]
         done = 0
@@ -252,7 +295,7 @@ def _walk(starts, counts, out, first, address, itemcode, place, file, handle, of
             out[at : at + width] = 0
             at += width
             continue
-        f = np.searchsorted(first, start, side="right") - 1
+        f = piece[i % _TOGETHER]
         while done < width:
             stop = first[f + 1]
             if stop > start + done:
@@ -262,6 +305,8 @@ def _walk(starts, counts, out, first, address, itemcode, place, file, handle, of
                 skip = start + done - first[f]
                 count = min(width - done, stop - start - done)
                 if opened == -1:
+                    if done + count < width:
+                        _prefetch(address[f + 1])
                     _copy(out[at : at + count], address[f], skip, count, itemcode[f])
                 elif handle is not None:
                     begin = offset[file[f]] + (place[f] + skip) * abs(itemcode[f])
@@ -298,12 +343,15 @@ def blocks_good(starts, counts, first, itemcode, byte, table, good):
     Piece f begins at byte[f] of its file, whose block 0 is good[table[f]]; -1 there: nobody checks that file.
     """
     alike = counts.size == 1
+    piece = np.zeros(_TOGETHER, np.int64)
     for i in range(starts.size):
+        if i % _TOGETHER == 0 and itemcode.size:
+            _locate(starts[i : i + _TOGETHER], first, piece)
         start = starts[i]
         if start < 0:
             continue
         left = counts[0] if alike else counts[i]
-        f = np.searchsorted(first, start, side="right") - 1
+        f = piece[i % _TOGETHER]
         while left > 0:
             skip = start - first[f]
             count = min(left, first[f + 1] - start)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from .core import Int64s
 from .errors import ConfigurationError, TokenFileError
 from .filemap import open_checked
-from .fingerprint import file_digest
+from .fingerprint import opened_digest
 from .formats import DTYPES, TokenLayout
 from .formats.table import LayoutTable, distinct, has_remote, integers, parts_of
 from .kernels import kernel
@@ -96,23 +96,24 @@ def _look_at(file: TokenLayout) -> _Found:
     handle = file.opened(lambda path: open_checked(path, file.size, since=file.known_since))
     try:
         stat = os.fstat(handle)
+        identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        key = (file.path, file.size, file.digest, file.whole_hash, file.blocks, file.verify)
+        found = _FOUND.get(key)
+        if found is not None and found.identity == identity:
+            return found
+        found = _Found(identity, file)
+        _compare(file, handle)
     finally:
         os.close(handle)
-    identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
-    key = (file.path, file.size, file.digest, file.whole_hash, file.blocks, file.verify)
-    found = _FOUND.get(key)
-    if found is None or found.identity != identity:
-        found = _Found(identity, file)
-        _compare(file)
-        if found.sums.size and file.offset:
-            _check_range(file, found, 0, file.offset)
-        _FOUND[key] = found
+    if found.sums.size and file.offset:
+        _check_range(file, found, 0, file.offset)
+    _FOUND[key] = found
     return found
 
 
-def _compare(file: TokenLayout) -> None:
+def _compare(file: TokenLayout, handle: int) -> None:
     """The fingerprint, and where it is all that there is, the hash of all bytes. Raises TokenFileError."""
-    digest = file_digest(replace(file, digest="")).hex()
+    digest = opened_digest(file, handle).hex()
     expected, what = file.digest, "fingerprint"
     if digest == expected and file.whole_hash and file.verify == "read":
         from .file_sums import whole_hash  # which reads by this module's layouts
@@ -239,7 +240,7 @@ class BlockChecks:
 
     def ask_for(self, places: Int64s, counts: Int64s) -> None:
         """Asks the kernel for the blocks that will be checked: rows alone are less."""
-        for f, block in self._todo(places, counts):
+        for f, block in self._todo(places, counts) if self._good.size else ():
             self._gather.held.ask_for_bytes(f, block << BLOCK_BITS, 1 << BLOCK_BITS)
 
     def check(self, places: Int64s, counts: Int64s) -> None:

@@ -7,6 +7,7 @@ sampled blocks goes unseen; a token file of ours carries a whole hash for that (
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ __all__ = [
     "file_digests",
     "files_fingerprint",
     "identity_from",
+    "opened_digest",
     "order_fingerprint",
     "order_of",
     "place_of",
@@ -68,31 +70,45 @@ def file_digest(file: TokenLayout) -> bytes:
     """32 bytes that stand for the contents of one file. Raises TokenFileError."""
     if file.digest:  # a manifest knows it
         return bytes.fromhex(file.digest)
-    head = f"tokenpipe file 1|{file.tokens}|{file.dtype.name}".encode()
-    digest = hashlib.blake2b(head, digest_size=32)
-    length = file.tokens * file.dtype.itemsize
-    if length <= BLOCKS * BLOCK:
-        places = [(0, length)]
-    else:
-        keyed = hashlib.shake_128(head).digest(8 * BLOCKS)
-        span = length - BLOCK + 1
-        places = sorted((int.from_bytes(keyed[i : i + 8], "little") % span, BLOCK) for i in range(0, 8 * BLOCKS, 8))
-    places = [(file.offset + place, count) for place, count in places]
     if file.remote is not None:
-        return _remote_digest(file.remote, head, places)
+        return _remote_digest(file.remote, *_sampled(file))
     try:
-        with file.local.open("rb") as handle:
-            for place, count in places:
-                handle.seek(place)
-                block = handle.read(count)
-                if len(block) != count:
-                    raise TokenFileError(f"{file.path}: was cut after the graph was built")
-                digest.update(block)
+        handle = os.open(file.local, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError as error:
+        raise TokenFileError(error.errno, f"cannot read for its fingerprint: {error.strerror}", file.path) from error
+    try:
+        return opened_digest(file, handle)
+    finally:
+        os.close(handle)
+
+
+def opened_digest(file: TokenLayout, handle: int) -> bytes:
+    """The same, read anew of a file that is open. Raises TokenFileError."""
+    head, places = _sampled(file)
+    digest = hashlib.blake2b(head, digest_size=32)
+    try:
+        for place, count in places:
+            block = os.pread(handle, count, place)
+            if len(block) != count:
+                raise TokenFileError(f"{file.path}: was cut after the graph was built")
+            digest.update(block)
     except OSError as error:
         if isinstance(error, TokenFileError):
             raise
         raise TokenFileError(error.errno, f"cannot read for its fingerprint: {error.strerror}", file.path) from error
     return digest.digest()
+
+
+def _sampled(file: TokenLayout) -> "tuple[bytes, list[tuple[int, int]]]":
+    """(what its digest begins with, the (byte, bytes) that it takes in)."""
+    head = f"tokenpipe file 1|{file.tokens}|{file.dtype.name}".encode()
+    length = file.tokens * file.dtype.itemsize
+    if length <= BLOCKS * BLOCK:
+        return head, [(file.offset, length)]
+    keyed = hashlib.shake_128(head).digest(8 * BLOCKS)
+    span = length - BLOCK + 1
+    places = sorted(int.from_bytes(keyed[i : i + 8], "little") % span for i in range(0, 8 * BLOCKS, 8))
+    return head, [(file.offset + place, BLOCK) for place in places]
 
 
 def _remote_digest(file: RemoteFile, head: bytes, places: "list[tuple[int, int]]") -> bytes:

@@ -125,7 +125,7 @@ def gathered(files, starts, width, missing=(), pieces=None):
     """What both kernels return and write, of pieces [(file, place, tokens), …] (left out: whole files) end to end: of
     stretches of one width, or each of its own.
     """
-    pieces = pieces or [(f, 0, file.size) for f, file in enumerate(files)]
+    pieces = [(f, 0, file.size) for f, file in enumerate(files)] if pieces is None else pieces
     first = np.cumsum([0, *(tokens for _, _, tokens in pieces)], dtype=I64)
     place = np.array([at for _, at, _ in pieces], I64)
     code = np.array([CODES[files[f].dtype.str] for f, _, _ in pieces], I64)
@@ -206,6 +206,36 @@ def test_both_gather_alike_across_pieces_of_files(files, width, places):
     assert out.tolist() == same.tolist()
     tokens = [token for f, at, count in pieces for token in contents[f][at : at + count].tolist()]
     assert rows_of(out, width) == [tokens[start : start + width] for start in starts.tolist()]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 3), min_size=1, max_size=70).filter(any),
+    before=st.sampled_from([0, 1, 2**31 + 5, 2**62 - 3]),
+    asked=st.lists(st.tuples(st.integers(-1, 10**6), st.integers(0, 9)), min_size=1, max_size=50),
+    alike=st.booleans(),
+)
+def test_both_find_stretches_in_tables_of_any_size_with_empty_pieces_and_far_ones(lengths, before, asked, alike):
+    """Behind a piece of `before` tokens that nobody has; more stretches than are looked up together."""
+    files, total = files_of([1, sum(lengths)], [DTYPES[2], DTYPES[1]]), sum(lengths)
+    at = np.cumsum([0, *lengths]).tolist()
+    pieces = [(0, 0, before), *((1, place, tokens) for place, tokens in zip(at, lengths, strict=False))]
+    counts = [min(asked[0][1] if alike else count, total) for _, count in asked]
+    places = [
+        place % (total - count + 1) if place >= 0 else -1 for (place, _), count in zip(asked, counts, strict=True)
+    ]
+    starts = np.array([place + before if place >= 0 else -1 for place in places], I64)
+    (compiled, out), (plain, same) = gathered(files, starts, counts[:1] if alike else counts, pieces=pieces)
+    assert compiled == plain == -1
+    assert out.tolist() == same.tolist()
+    tokens = files[1].tolist()
+    expected = [tokens[p : p + c] if p >= 0 else [0] * c for p, c in zip(places, counts, strict=True)]
+    assert out.tolist() == [token for part in expected for token in part] + [-99] * 3
+
+
+def test_a_table_without_pieces_has_padding_alone():
+    for result, out in gathered([], np.full(40, -1, I64), 2, pieces=[]):
+        assert result == -1
+        assert out.tolist() == [0] * 80 + [-99] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

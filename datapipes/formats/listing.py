@@ -55,7 +55,8 @@ def _in_folder(folder: str) -> list[str]:
             found = {entry.name: entry.is_file() for entry in entries if not entry.name.startswith(".")}
     except OSError as error:
         raise TokenFileError(error.errno, f"cannot list the folder: {error.strerror}", folder) from error
-    return [str(Path(folder) / name) for name in _token_files(folder, found)]
+    before = str(Path(folder) / "x")[:-1]
+    return [before + name for name in _token_files(folder, found)]
 
 
 def _token_files(folder: str, found: "dict[str, bool]") -> list[str]:
