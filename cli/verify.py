@@ -50,13 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
     for given in map(as_place, arguments.files):
         path = given
         try:
-            if is_manifest(given):
-                for file, wrong in compare_files(read_alone(given)):
-                    bad |= wrong is not None
-                    said = f"{file.path}: ok, {file.tokens:,} tokens, as in the manifest"
-                    print(escaped(said if wrong is None else _of(file.path, wrong)), flush=True)
-                continue
             for path in map(as_place, list_token_files(given)):
+                if is_manifest(path):
+                    for file, wrong in compare_files(read_alone(path)):
+                        bad |= wrong is not None
+                        said = f"{file.path}: ok, {file.tokens:,} tokens, as in the manifest"
+                        print(escaped(said if wrong is None else _of(file.path, wrong)), flush=True)
+                    continue
                 try:
                     said = f"{path}: {verified(path)}"
                 except (TokenpipeError, OSError) as error:

@@ -35,7 +35,7 @@ def refuse_url(path: "str | os.PathLike[str]") -> None:
     if "://" in (text := os.fspath(path)):
         from .remote.urls import is_remote, shown  # of a package that writes files
 
-        if is_remote(text):
+        if is_remote(text) or text.lower().startswith(("file://", "local://")):
             raise ConfigurationError(
                 f"{shown(text)}: files are written on this machine alone; a path would do, and `remote.upload` puts "
                 "the file there when it is whole"

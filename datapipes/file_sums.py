@@ -50,7 +50,7 @@ def sum_files(files: "Sequence[TokenLayout]", progress: "bool | None" = None) ->
     """The sums of each file, in order; some are read at once. Raises TokenFileError."""
     from tqdm import tqdm
 
-    lock, threads = threading.Lock(), min(MOST_THREADS, cores(), len(files))
+    lock, threads, ended = threading.Lock(), min(MOST_THREADS, cores(), len(files)), threading.Event()
     total = sum(file.size for file in files)
     disable = None if progress is None else not progress  # None: no bar where stderr is no terminal
     waiting: deque[Future[FileSums]] = deque()
@@ -58,6 +58,8 @@ def sum_files(files: "Sequence[TokenLayout]", progress: "bool | None" = None) ->
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, dynamic_ncols=True, disable=disable) as bar:
 
         def read(count: int) -> None:
+            if ended.is_set():  # nobody waits for the rest of a file of a terabyte
+                raise TokenFileError("reading was given up")
             with lock:
                 bar.update(count)
 
@@ -69,6 +71,7 @@ def sum_files(files: "Sequence[TokenLayout]", progress: "bool | None" = None) ->
             while waiting:
                 yield waiting.popleft().result()
         finally:
+            ended.set()
             pool.shutdown(cancel_futures=True)
 
 
@@ -162,13 +165,19 @@ def compare_files(manifest: Manifest) -> "Iterator[tuple[TokenLayout, TokenFileE
     bytes, some files at once. Raises TokenFileError for a manifest whose sums are damaged.
     """
 
+    ended = threading.Event()
+
+    def read(count: int) -> None:
+        if ended.is_set():
+            raise TokenFileError("reading was given up")
+
     def compared(at: int) -> "TokenFileError | None":
         file = manifest.files[at]
         sums = file.blocks.sums() if file.blocks else np.empty(0, np.uint32)
         try:
             for remote in filter(None, {file.remote, file.ends_remote}):
                 _look_again(remote, file.known_since)
-            found = sum_file(file)
+            found = sum_file(file, read)
             _compare(manifest, at, file, sums, found)
         except TokenFileError as error:
             return error
@@ -184,6 +193,7 @@ def compare_files(manifest: Manifest) -> "Iterator[tuple[TokenLayout, TokenFileE
             while waiting:
                 yield manifest.files[len(manifest.files) - len(waiting)], waiting.popleft().result()
         finally:
+            ended.set()
             pool.shutdown(cancel_futures=True)
 
 

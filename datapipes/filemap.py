@@ -67,7 +67,8 @@ def open_checked(path: Path, size: int, purpose: str = "opened", since: str = "t
     Raises TokenFileError.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        # a pipe has no bytes to wait for
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         was = "" if since == "the graph was built" else f"; it was there when {since}"
         raise TokenFileError(error.errno, f"cannot be {purpose}: {error.strerror}{was}", str(path)) from error

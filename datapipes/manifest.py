@@ -39,7 +39,7 @@ from .atomic import check_replaceable, replacing
 from .errors import ArgumentTypeError, ConfigurationError, TokenFileError, TokenpipeError
 from .formats.layout import DTYPES, BlockSums, TokenLayout
 from .formats.places import Url, as_place, local_path, opened
-from .formats.table import LayoutTable
+from .formats.table import WEB, LayoutTable
 from .rank_group import shared_bytes
 from .remote import is_remote
 from .remote.urls import identity
@@ -54,7 +54,7 @@ MAGIC = b"TOKMANI\0"
 BLOCK = 1 << 16
 _HEADER = struct.Struct("<8sIIQIIQ")
 _MOST_JSON = 1 << 32
-_MOST = 1 << 60  # of any size, so that sums of two stay in int64
+_MOST = 1 << 58  # of any number, so that a few bytes for each stay in int64
 
 TEXTS = ("kind", "dtype", "ends_path", "paths", "version", "ends_version")
 HASHES = ("digest", "hash", "ends_digest", "ends_hash", "loss_digest", "loss_hash", "stored_hash")
@@ -187,8 +187,9 @@ def _columns(found: Any) -> "dict[str, list[Any]]":
         types = {str} if name in (*TEXTS, *HASHES) else {int} if name in NUMBERS else {int, type(None)}
         if not set(map(type, column)) <= types or len(column) not in (1, files):
             raise ValueError(f"the column {name!r} has {len(column)} values for {files} files, or one of another type")
-        if int in types and any(not 0 <= value < _MOST for value in set(column) if value is not None):
-            raise ValueError(f"the column {name!r} has a number beyond 0 … {_MOST - 1}")
+        most = 1 << 63 if name in MAYBE else _MOST  # ids of int64 go up to there
+        if int in types and any(not 0 <= value < most for value in set(column) if value is not None):
+            raise ValueError(f"the column {name!r} has a number beyond 0 … {most - 1}")
         if name in HASHES and (set(map(len, column)) - {0, 64} or "".join(column).strip("0123456789abcdef")):
             raise ValueError(f"the column {name!r} has a value that is no hash of 64 hex digits")
     return found
@@ -205,10 +206,14 @@ def _manifest(path: str, columns: "dict[str, list[Any]]", begin: int, count: int
     documents, beside = number["stored_documents"], np.array([bool(other) for other in columns["ends_path"]])
     ends = number["ends_offset"] + 8 * documents  # of Megatron's: at the last border but one
     lengths = 34 + 12 * number["sequences"]
+    known = np.array([-1 if found is None else found for found in columns["documents"]], np.int64)
+    largest = np.array([int(np.iinfo(DTYPES[name]).max) for name in columns["dtype"]], np.int64)
     possible = {
         "tokens": (number["tokens"] > 0) & (number["tokens"] <= (number["size"] - number["offset"]) // itemsize),
         "stored_documents": (documents == 0) | (ends <= np.where(beside, number["ends_size"], number["size"])),
         "sequences": (number["sequences"] == 0) | (beside & (lengths <= number["ends_size"])),
+        "documents": np.where(documents > 0, known == documents, known <= number["tokens"]),
+        "end_of_text": np.array([found or 0 for found in columns["end_of_text"]], np.int64) <= largest,
         "sums_crc": number["sums_crc"] < 1 << 32,
     }
     for name, right in possible.items():
@@ -219,9 +224,9 @@ def _manifest(path: str, columns: "dict[str, list[Any]]", begin: int, count: int
     if blocks != count:
         raise ValueError(f"it has {count} sums, and its files have {blocks} blocks")
     paths = columns["paths"]
-    together = "/".join(paths + columns["ends_path"])
-    if "\0" in together or not all(paths) or (".." in together and ".." in together.split("/")):
-        raise ValueError("a path is empty, or has '..' or a NUL in it")
+    _check_paths([*paths, *columns["ends_path"]], is_remote(path))
+    if not all(paths):
+        raise ValueError("a path is empty")
     fields = {
         "path": paths,
         "known_documents": columns["documents"],
@@ -229,14 +234,30 @@ def _manifest(path: str, columns: "dict[str, list[Any]]", begin: int, count: int
         "verify": ["size"],
         **{name: columns[name] for name in ("dtype", "sums_crc", "version", "ends_version", *_KEPT)},
     }
-    if isinstance(path, Url):  # its query goes along
-        base, ask, query = path.whole.partition("?") if path.startswith(("http://", "https://")) else (path[:], "", "")
-        folder = f"{base.rpartition('/')[0]}{ask}{query}"
-    else:
-        folder = os.path.dirname(path)  # noqa: PTH120 - as it was given, a file:// URL perhaps
+    folder = _folder_of(path)
     table = LayoutTable(fields, len(paths), folder, (path, begin, BLOCK, mark))
     hashes = (columns[name] * (len(paths) // len(columns[name])) for name in ("hash", "ends_hash", "loss_hash"))
     return Manifest(path, table, *map(tuple, hashes))
+
+
+def _check_paths(paths: "list[str]", from_url: bool) -> None:
+    """Raises ValueError for a path that `write_manifest` gives no file: a manifest may be from anybody."""
+    together = "/".join(paths)
+    os.fsencode(together)  # raises for what no file can be called
+    if "\0" in together or (".." in together and ".." in together.split("/")):
+        raise ValueError("a path has '..' or a NUL in it")
+    if "://" in together and (odd := [path for path in paths if "://" in path and not is_remote(path)]):
+        raise ValueError(f"{odd[0]!r:.200} is neither a path nor a URL")
+    if from_url and (here := [path for path in paths if path.startswith("/")]):
+        raise ValueError(f"it is at a URL, and names {here[0]!r:.200} on this machine")
+
+
+def _folder_of(path: str) -> str:
+    """Where relative paths begin, as the manifest's was given; a URL's query goes along to its files."""
+    whole, mark, query = path, "", ""
+    if path.startswith(WEB):
+        whole, mark, query = (path.whole if isinstance(path, Url) else path).partition("?")
+    return os.path.dirname(whole) + mark + query  # noqa: PTH120 - a file:// URL perhaps
 
 
 _KEPT = (
@@ -346,7 +367,7 @@ def _row(file: TokenLayout, found: "FileSums", folder: str) -> "dict[str, Any]":
         "version": "" if file.remote is None else file.remote.version,
         "ends_version": "" if file.ends_remote is None or not file.ends_path else file.ends_remote.version,
         "dtype": file.dtype.name,
-        "documents": found.documents,
+        "documents": file.stored_documents or found.documents,
         "digest": found.digest,
         "hash": found.hash,
         "sums_crc": zlib.crc32(found.sums.astype("<u4").tobytes()),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .arguments import given_with
+from .arguments import arguments_of, given_with
 from .checks import as_level, with_verify
 from .core import IndexedDataPipe, Int64s, Unpickled, as_count, in_blocks
 from .document_ends import find_ends
@@ -208,6 +208,7 @@ class TokenReader(TokenSpace):
     vocab_size: "int | None" = None
     files: "Sequence[TokenLayout]" = ()
     given_end_of_text: "int | None" = None
+    given_verify: "str | None" = None
     io = "mmap"
     verify = "size"
     first_token = 0
@@ -239,7 +240,7 @@ class TokenReader(TokenSpace):
         if self.vocab_size is not None and largest >= self.vocab_size:
             file = next(file for file in files if (file.max_token_id or 0) >= self.vocab_size)
             raise TokenIdError(f"{file.path}: holds token id {file.max_token_id}, vocab_size is {self.vocab_size}")
-        self.verify = as_level(verify, files, io == "ranged")
+        self.verify, self.given_verify = as_level(verify, files, io == "ranged"), verify
         if self.verify != "size":
             files = with_verify(files, self.verify)
         self.files, self.given_end_of_text = closed_by(files, end_of_text, self.vocab_size), end_of_text
@@ -269,7 +270,10 @@ class TokenReader(TokenSpace):
                 file.blocks.path if file.blocks else url for file, url in zip(files, whole, strict=True)
             )
         ]
-        given = given_with(self, paths=paths)
+        said: dict[str, Any] = {"paths": paths}
+        if None not in (self._given, more._given) and arguments_of(self).get("dtype") is None:
+            said["dtype"] = arguments_of(more).get("dtype")  # of raw ones
+        given = given_with(self, **said)
         return self.changed(files=files, _content=None, _given=given, **boxes)
 
     def part(self, start: int, stop: "int | None" = None) -> "TokenReader":

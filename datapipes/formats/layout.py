@@ -204,7 +204,12 @@ class TokenLayout:
 
             check_ends(self)
         if self.ends_are_made:
-            return mapped(self._scanned()).view(np.uint64)
+            ends = mapped(self._scanned()).view(np.uint64)
+            if self.known_documents not in (None, ends.size):
+                raise TokenFileError(
+                    f"{self.path}: {ends.size} document(s) were found, {self.known_documents} when {self.known_since}"
+                )
+            return ends
         if not self.stored_documents:
             return np.empty(0, np.uint64)
         path = local_path(self.ends_path or self.path)

@@ -12,6 +12,7 @@ from .layout import DTYPES, BlockSums, TokenLayout
 from .places import as_place
 
 __all__ = [
+    "WEB",
     "FileList",
     "LayoutTable",
     "distinct",
@@ -24,6 +25,7 @@ __all__ = [
     "parts_of",
 ]
 
+WEB = ("http://", "https://")  # whose URLs may end in a query
 _AT_URLS = (("path", "remote", "size", "version"), ("ends_path", "ends_remote", "ends_size", "ends_version"))
 
 
@@ -129,7 +131,7 @@ class LayoutTable(Sequence[TokenLayout]):
 
 def joined_paths(folder: str, paths: "list[str]") -> "list[str]":
     """Paths from a folder on, a URL's query behind them; those that are absolute, URLs or empty as they are."""
-    web = folder.startswith(("http://", "https://"))
+    web = folder.startswith(WEB)
     base, mark, query = folder.partition("?") if web else (folder, "", "")
     before = f"{base.rstrip('/')}/" if folder else ""
     return [

@@ -4,6 +4,7 @@ Windows are cut inside a token space, so two graphs whose spaces are disjoint sh
 """
 
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,15 +39,12 @@ def overlap(graph: IndexedDataPipe, other: IndexedDataPipe) -> list[Overlap]:
     for a in _spaces(graph):
         for b in _spaces(other):
             tokens, place = 0, None
-            alike: dict[tuple[int, str], list[int]] = {}
-            for g, file in enumerate(b.files):
-                alike.setdefault((file.tokens, file.dtype.name), []).append(g)
+            same = _SameFiles(b.files, digests)
             for f, file in enumerate(a.files):
-                for g in alike.get((file.tokens, file.dtype.name), []):
-                    if _same_file(file, b.files[g], digests):
-                        shared, first = _shared(_in_file(a, f), _in_file(b, g))
-                        tokens += shared
-                        place = place or (shared and (file.path, first)) or None
+                for g in same.as_file(file):
+                    shared, first = _shared(_in_file(a, f), _in_file(b, g))
+                    tokens += shared
+                    place = place or (shared and (file.path, first)) or None
             if place:
                 found.append(Overlap(a.name, b.name, tokens, *place))
     return found
@@ -60,14 +58,38 @@ def _spaces(graph: IndexedDataPipe) -> list[TokenSpace]:
     return list({id(space): space for space in found}.values())
 
 
-def _same_file(a: TokenLayout, b: TokenLayout, digests: "dict[str, bytes]") -> bool:
-    paths = [os.path.realpath(file.local) if file.remote is None else file.remote.url for file in (a, b)]
-    if paths[0] == paths[1]:
-        return True
-    for path, file in zip(paths, (a, b), strict=True):
-        if path not in digests:
-            digests[path] = file_digest(file)
-    return digests[paths[0]] == digests[paths[1]]
+class _SameFiles:
+    """Which of some files are the same as another: few are looked at, though all may have as many tokens."""
+
+    def __init__(self, files: "Sequence[TokenLayout]", digests: "dict[str, bytes]") -> None:
+        self._files, self._digests = files, digests
+        self._by_path: dict[tuple[int, str], dict[str, list[int]]] = {}
+        self._by_digest: dict[tuple[int, str], dict[bytes, list[int]]] = {}
+        for g, file in enumerate(files):
+            paths = self._by_path.setdefault((file.tokens, file.dtype.name), {})
+            paths.setdefault(_place(file), []).append(g)
+
+    def as_file(self, file: TokenLayout) -> "list[int]":
+        """The indices of those that are this one on disk, or have its contents."""
+        kind, path = (file.tokens, file.dtype.name), _place(file)
+        paths = self._by_path.get(kind, {})
+        found = set(paths.get(path, ()))
+        if len(paths) > (path in paths):
+            if kind not in self._by_digest:
+                known = self._by_digest[kind] = {}
+                for place, same in paths.items():
+                    known.setdefault(self._digest(place, self._files[same[0]]), []).extend(same)
+            found |= set(self._by_digest[kind].get(self._digest(path, file), ()))
+        return sorted(found)
+
+    def _digest(self, path: str, file: TokenLayout) -> bytes:
+        if path not in self._digests:
+            self._digests[path] = file_digest(file)
+        return self._digests[path]
+
+
+def _place(file: TokenLayout) -> str:
+    return os.path.realpath(file.local) if file.remote is None else file.remote.url
 
 
 def _in_file(space: TokenSpace, file: int) -> tuple[Int64s, Int64s]:
