@@ -8,8 +8,8 @@ from torch.utils.data.datapipes.iter import Filter, Mapper
 from ..datapipes._torch import DataPipe, IterDataPipe, MapDataPipe
 from ..datapipes.core import IndexedDataPipe
 from ..datapipes.errors import ArgumentTypeError, GraphError
+from ..datapipes.fetch.routes import makes_items
 from ..datapipes.names import functional_name_of, inputs_of, named_nodes, node_names
-from ..datapipes.routes import makes_items
 from ..datapipes.slice import TokenWindows
 from ..datapipes.wrapped import Wrapper, with_wrapper, without_wrapper, wrappers_of
 from .surgery import copied, is_made_from, map_graph, mapped

@@ -24,11 +24,11 @@ from ..datapipes._torch import DataPipe, IterDataPipe
 from ..datapipes.combine import seeded_map
 from ..datapipes.core import IndexedDataPipe, Unpickled, as_count
 from ..datapipes.errors import ArgumentTypeError, GraphError, WorkerError
+from ..datapipes.fetch.routes import stacked
 from ..datapipes.lifeline import PassedDescriptor, end_with
 from ..datapipes.names import named_nodes, node_names
 from ..datapipes.notes import become_worker, deliver_notes, take_item_notes, take_notes
 from ..datapipes.raised import RaisedError
-from ..datapipes.routes import stacked
 from ..datapipes.wrapped import AheadWrapper, as_kind, kind_of, wrappers_of
 from .around import chosen_nodes, gives_items, is_function, nodes_with_items, put_around
 from .base import Adapter

@@ -28,7 +28,7 @@ import numpy as np
 from report import machine, table
 
 from tokenpipe.datapipes import IndexedDataPipe, TokenFileWriter, TokenReader, Topology
-from tokenpipe.datapipes.routes import plan_of
+from tokenpipe.datapipes.fetch.routes import plan_of
 from tokenpipe.datapipes.row_documents import RowDocuments
 
 SHAPES = [

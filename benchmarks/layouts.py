@@ -35,7 +35,7 @@ import torch.distributed as dist
 from report import machine, table
 
 from tokenpipe.datapipes import IndexedDataPipe, TokenFileWriter, TokenReader, Topology
-from tokenpipe.datapipes.gather import TokenGather
+from tokenpipe.datapipes.fetch.gather import TokenGather
 from tokenpipe.reading_services import DataLoader2
 
 DP = {"dp_size": 8}

@@ -139,7 +139,7 @@ def waits(options: argparse.Namespace) -> None:
 
 def locality(shards: int, windows_of_shard: int) -> None:
     from tokenpipe.datapipes import TokenReader
-    from tokenpipe.datapipes.routes import plan_of
+    from tokenpipe.datapipes.fetch.routes import plan_of
 
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"{i:04}.bin") for i in range(shards)]

@@ -18,14 +18,13 @@ before, during and after a run:
     recipes/      graphs from files, and back        plan/       what the next steps will take
     journal.py    what changed (grow.py, jump.py)    audit/      contents, when, certificates
 
-and around them: core.py (the contract of a node), routes.py and gather.py (the one fetch), row_documents.py (where
-the documents of rows begin), kernels.py, filemap.py, pages.py (read-ahead, resident memory), fingerprint.py, tree.py
-and draw.py (a graph as text, as a picture), names.py (of nodes), linting/ (what is wrong with a graph), pickled.py
-(what of it cannot travel), wrapped.py (what is put around nodes), arguments.py (what a recipe writes down),
-atomic.py, cache.py (what is made once on a machine), convert.py (files of one kind to another), verify.py (are they
-what they say), manifest.py (what they are, in one file: file_sums.py, token_files.py), document_ends.py,
-loss_masks.py, rank_zero.py, rank_group.py (what ranks ask each other; full_sync.py:
-streams end together), errors.py.
+and around them: core.py (the contract of a node), fetch/ (from numbers to the bytes of files), remote/ (files behind
+URLs), row_documents.py (where the documents of rows begin), kernels.py, fingerprint.py, tree.py and draw.py (a graph
+as text, as a picture), names.py (of nodes), linting/ (what is wrong with a graph), pickled.py (what of it cannot
+travel), wrapped.py (what is put around nodes), arguments.py (what a recipe writes down), atomic.py, cache.py (what is
+made once on a machine), convert.py (files of one kind to another), verify.py (are they what they say), manifest.py
+(what they are, in one file: file_sums.py, token_files.py), document_ends.py, loss_masks.py, rank_zero.py,
+rank_group.py (what ranks ask each other; full_sync.py: streams end together), errors.py.
 
     >>> import tempfile, numpy as np
     >>> path = tempfile.mkdtemp() + "/prose.npy"

@@ -29,10 +29,10 @@ from .combine import Mapper
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s, Unpickled, as_count, nodes_of
 from .document_ends import find_ends, no_document_ends
 from .errors import BatchSizeError, ConfigurationError
+from .fetch.routes import Routes, makes_items, plan_of
 from .fingerprint import order_of
 from .kernels import kernel
 from .read import TokenSpace
-from .routes import Routes, makes_items, plan_of
 from .shard import RankSharder
 from .slice import TokenWindows
 from .steps import nearest_multiples

@@ -9,10 +9,10 @@ import numpy as np
 from ._torch import functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s, as_count, in_blocks, sample_node
 from .errors import BatchSizeError, ConfigurationError, RemoteFileError
-from .gather import Columns, TokenGather
-from .pages import READ_AHEAD_BATCHES, WATCH, ReadAhead
-from .remote_pieces import RemotePieces
-from .routes import plan_of, stacked
+from .fetch.gather import Columns, TokenGather
+from .fetch.pages import READ_AHEAD_BATCHES, WATCH, ReadAhead
+from .fetch.remote_pieces import RemotePieces
+from .fetch.routes import plan_of, stacked
 from .salvage import RowSkipper, SkipLedger
 from .shard import sharder_of
 from .steps import StepTable, as_schedule

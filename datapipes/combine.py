@@ -11,9 +11,9 @@ import torch
 from ._torch import DataPipe, functional_datapipe
 from .core import MAX_NUMBER, IndexedDataPipe, Int64s
 from .errors import ArgumentTypeError, ConfigurationError
+from .fetch.routes import stacked
 from .names import named_nodes
 from .permute import derive_key
-from .routes import stacked
 
 __all__ = ["Concater", "Mapper", "Zipper", "seeded_map"]
 

@@ -7,7 +7,7 @@ from numbers to items that can be entered anywhere, asked both ways, and evaluat
 
 Nodes that only re-order say which of their children's numbers each of theirs is (`route`) and back
 (`unroute`). Nodes that make items (a slice of tokens, a mapped sample, a collated batch) override
-`fetch`. Everything else is written once, here and in `routes.py`.
+`fetch`. Everything else is written once, here and in `fetch/routes.py`.
 """
 
 import functools
@@ -339,13 +339,13 @@ class IndexedDataPipe(MapDataPipe, FluentMethods):  # type: ignore[misc]  # our 
         Returns: where the items are rows of tokens, an int64 array (n, L); else a list of n items.
         Raises: OutOfRangeError for a number that does not exist.
         """
-        from .routes import fetch_items
+        from .fetch.routes import fetch_items
 
         return fetch_items(self, self.checked(numbers), columns)
 
     def iterate(self, start: int = 0, stop: "int | None" = None) -> Iterator[Any]:
         """The items from number `start` on, up to `stop` (default: `end`), routed in blocks ahead."""
-        from .routes import plan_of
+        from .fetch.routes import plan_of
 
         stop = self.end if stop is None else min(stop, self.end)
         ahead = ROUTE_AHEAD if plan_of(self).gather is not None else 1  # items that are made are made one by one

@@ -66,7 +66,7 @@ def _added_up(file: TokenLayout) -> Made:
 
 def _check(file: TokenLayout) -> None:
     if file.verify != "size":
-        from .checks import check_before_scan  # which knows of the kernels, and those of what is kept here
+        from .fetch.checks import check_before_scan  # which knows of the kernels, and those of what is kept here
 
         check_before_scan(file)
 

@@ -9,7 +9,7 @@ from ._torch import functional_datapipe
 from .audit.ledger import row_spans, spaces_by_name, tokens_of
 from .core import IndexedDataPipe, Int64s, as_count, sample_node
 from .errors import ArgumentTypeError, ConfigurationError, OutOfRangeError
-from .routes import plan_of
+from .fetch.routes import plan_of
 
 __all__ = ["Excluder", "checked_ranges"]
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .checks import without_copy
 from .document_ends import MOST_THREADS, cores
 from .errors import TokenFileError
+from .fetch.checks import without_copy
 from .filemap import open_checked
 from .fingerprint import file_digest
 from .formats import DTYPES, TokenLayout

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .arguments import arguments_of, given_with
-from .checks import as_level, with_verify
 from .core import IndexedDataPipe, Int64s, Unpickled, as_count, in_blocks
 from .document_ends import find_ends
 from .errors import ConfigurationError, OutOfRangeError, TokenIdError
+from .fetch.checks import as_level, with_verify
 from .fingerprint import files_fingerprint
 from .formats import DocumentIds, TokenLayout
 from .formats.ids import open_document_ids
@@ -137,7 +137,7 @@ class TokenSpace(IndexedDataPipe):
         return file, numbers - self.first_tokens[file]
 
     def fetch(self, numbers: Any, columns: Any = None) -> Any:
-        from .gather import TokenGather
+        from .fetch.gather import TokenGather
 
         if self._gather.value is None:
             self._gather.value = TokenGather([self])

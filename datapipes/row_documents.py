@@ -18,10 +18,10 @@ import numpy as np
 
 from .core import Int64s
 from .document_ends import find_ends
+from .fetch.gather import TokenGather
+from .fetch.held_files import SMALL
 from .filemap import FileMap
 from .formats.table import document_counts
-from .gather import TokenGather
-from .held_files import SMALL
 from .kernels import kernel
 
 __all__ = ["DocumentFill", "RowDocuments"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tokenpipe.datapipes import pages
+from tokenpipe.datapipes.fetch import pages
 
 settings.register_profile(
     "default",

@@ -23,7 +23,7 @@ from tokenpipe.datapipes import (
     row_documents,
 )
 from tokenpipe.datapipes.errors import BatchSizeError, ConfigurationError
-from tokenpipe.datapipes.routes import plan_of
+from tokenpipe.datapipes.fetch.routes import plan_of
 from tokenpipe.datapipes.row_documents import RowDocuments
 from tokenpipe.reading_services import DataLoader2
 

@@ -67,7 +67,7 @@ def first_cells(text: str) -> list[str]:
     return [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_a_benchmark_prints_its_table_after_the_machine_it_ran_on(name):
     text = run(name, "--quick")
@@ -75,7 +75,7 @@ def test_a_benchmark_prints_its_table_after_the_machine_it_ran_on(name):
     assert set(ROWS[name]) <= set(first_cells(text))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_a_benchmark_explains_its_options(name):
     assert "--quick" in run(name, "--help")

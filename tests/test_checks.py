@@ -17,8 +17,6 @@ from tokenpipe.datapipes import (
     MegatronWriter,
     TokenFileWriter,
     TokenReader,
-    checks,
-    held_files,
     kernels,
     load_nanotron,
     load_recipe,
@@ -26,9 +24,10 @@ from tokenpipe.datapipes import (
     read_tokens,
 )
 from tokenpipe.datapipes.errors import ConfigurationError, TokenFileError
+from tokenpipe.datapipes.fetch import checks, held_files
+from tokenpipe.datapipes.fetch.gather import TokenGather
+from tokenpipe.datapipes.fetch.held_files import all_held
 from tokenpipe.datapipes.fingerprint import file_digest
-from tokenpipe.datapipes.gather import TokenGather
-from tokenpipe.datapipes.held_files import all_held
 from tokenpipe.reading_services import DataLoader2, MultiProcessingReadingService
 
 BLOCK = 64 * 1024

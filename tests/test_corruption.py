@@ -22,13 +22,13 @@ from tokenpipe.datapipes import (
     MegatronWriter,
     TokenFileWriter,
     TokenReader,
-    checks,
     make_manifest,
     verify_token_file,
 )
 from tokenpipe.datapipes.errors import TokenFileError, TokenpipeError
+from tokenpipe.datapipes.fetch import checks
+from tokenpipe.datapipes.fetch.gather import TokenGather
 from tokenpipe.datapipes.formats import layout
-from tokenpipe.datapipes.gather import TokenGather
 from tokenpipe.datapipes.loss_masks import loss_layouts
 
 WRITERS = {"own": TokenFileWriter, "datatrove": DatatroveWriter, "megatron": MegatronWriter, "llmc": LlmcWriter}

@@ -20,8 +20,8 @@ from tokenpipe.cli.main import main
 from tokenpipe.datapipes import TokenFileWriter, TokenReader, load_recipe, make_manifest, overlap, read_manifest
 from tokenpipe.datapipes.core import nodes_of
 from tokenpipe.datapipes.errors import ConfigurationError, TokenFileError
-from tokenpipe.datapipes.gather import TokenGather
-from tokenpipe.datapipes.held_files import all_held
+from tokenpipe.datapipes.fetch.gather import TokenGather
+from tokenpipe.datapipes.fetch.held_files import all_held
 from tokenpipe.datapipes.loss_masks import has_loss_masks
 from tokenpipe.datapipes.plan import overlaps
 from tokenpipe.reading_services import DataLoader2
@@ -220,7 +220,13 @@ def test_who_gives_up_waits_for_no_file_to_be_read_to_its_end_and_leaves_nothing
     with sparse.open("wb") as file:
         file.truncate(1 << 38)  # which takes minutes to be read
     there = sorted(tmp_path.iterdir())
-    script = f"import sys; from tokenpipe.cli.main import main; print(1, flush=True); sys.exit(main({arguments!r}))"
+    script = f"""if True:
+        import signal, sys
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that began this may have it ignored
+        from tokenpipe.cli.main import main
+        print(1, flush=True)
+        sys.exit(main({arguments!r}))
+    """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
         try:
             assert run.stdout is not None and run.stderr is not None

@@ -42,7 +42,7 @@ from tokenpipe.datapipes.errors import (
     TokenIdError,
     TopologyError,
 )
-from tokenpipe.datapipes.gather import TokenGather
+from tokenpipe.datapipes.fetch.gather import TokenGather
 from tokenpipe.reading_services import DataLoader2, MultiProcessingReadingService
 
 LAYOUTS = (None, "nanotron", "torchtitan", "megatron", "hf")
@@ -488,7 +488,7 @@ def pages_of(rows: "list[int]", columns: "list[tuple[int, int]]") -> "set[int]":
 @pytest.fixture
 def long_rows(tmp_path, monkeypatch):
     """A file of 24 windows of ROW tokens, and what its batches of two shall be dealt as."""
-    monkeypatch.setattr("tokenpipe.datapipes.pages.WATCH.reading", False)
+    monkeypatch.setattr("tokenpipe.datapipes.fetch.pages.WATCH.reading", False)
     monkeypatch.setenv("TOKENPIPE_READ_AHEAD_MIB", "0")
     path = tmp_path / "long.bin"
     (np.arange(24 * ROW + 1) % 50_000).astype("<u2").tofile(path)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tokenpipe.datapipes import TokenFileWriter, TokenReader
 from tokenpipe.datapipes.errors import ArgumentTypeError, TokenFileError, TokenIdError
-from tokenpipe.datapipes.gather import TokenGather
+from tokenpipe.datapipes.fetch.gather import TokenGather
 from tokenpipe.datapipes.loss_masks import as_loss_mask, has_loss_masks, loss_layouts, loss_path
 
 documents = st.lists(

@@ -470,7 +470,9 @@ import gc, resource, sys
 import numpy as np
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-from tokenpipe.datapipes import TokenReader, make_manifest, filemap, held_files
+from tokenpipe.datapipes import TokenReader, make_manifest
+from tokenpipe.datapipes import filemap
+from tokenpipe.datapipes.fetch import held_files
 folder = Path(sys.argv[1])
 for i in range(600):
     np.arange(i, i + 50, dtype="<u2").tofile(folder / f"{i:04}.bin")

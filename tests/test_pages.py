@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenpipe.datapipes import TokenFileWriter, TokenReader, Topology, cache, kernels, pages
+from tokenpipe.datapipes import TokenFileWriter, TokenReader, Topology, cache, kernels
 from tokenpipe.datapipes.errors import ConfigurationError, SourceExhaustedError, TokenFileError
-from tokenpipe.datapipes.gather import TokenGather
-from tokenpipe.datapipes.held_files import all_held, let_go
+from tokenpipe.datapipes.fetch import pages
+from tokenpipe.datapipes.fetch.gather import TokenGather
+from tokenpipe.datapipes.fetch.held_files import all_held, let_go
 
 
 @pytest.fixture

@@ -21,9 +21,6 @@ from tokenpipe.datapipes import (
     TokenFileWriter,
     TokenReader,
     Topology,
-    descriptors,
-    gather,
-    held_files,
     kernels,
     load_nanotron,
     load_recipe,
@@ -31,9 +28,10 @@ from tokenpipe.datapipes import (
 )
 from tokenpipe.datapipes.core import nodes_of
 from tokenpipe.datapipes.errors import ConfigurationError, TokenFileError
-from tokenpipe.datapipes.gather import TokenGather
-from tokenpipe.datapipes.held_files import all_held
-from tokenpipe.datapipes.routes import plan_of
+from tokenpipe.datapipes.fetch import descriptors, gather, held_files
+from tokenpipe.datapipes.fetch.gather import TokenGather
+from tokenpipe.datapipes.fetch.held_files import all_held
+from tokenpipe.datapipes.fetch.routes import plan_of
 from tokenpipe.reading_services import DataLoader2, MultiProcessingReadingService
 
 pytestmark = pytest.mark.filterwarnings("ignore::tokenpipe.datapipes.errors.TokenFileWarning")

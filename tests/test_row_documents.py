@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tokenpipe.datapipes import TokenReader, _kernels_numpy, kernels, row_documents
 from tokenpipe.datapipes.core import Unpickled
+from tokenpipe.datapipes.fetch.gather import TokenGather
 from tokenpipe.datapipes.formats import TokenLayout
-from tokenpipe.datapipes.gather import TokenGather
 from tokenpipe.datapipes.row_documents import RowDocuments
 
 I64 = np.int64

@@ -570,6 +570,7 @@ print(peak("self"))
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])  # cut into pieces; one piece
 def test_memory_does_not_grow_with_the_input(tmp_path, suffix):
     peaks = []

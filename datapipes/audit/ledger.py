@@ -8,10 +8,10 @@ import numpy as np
 from ..batch import batcher_of
 from ..core import IndexedDataPipe, Int64s, as_count, as_numbers, nodes_of
 from ..errors import ConfigurationError, OutOfRangeError, SourceGoneError
+from ..fetch.routes import Routes, makes_items
 from ..fingerprint import order_of
 from ..grow import GoneSource
 from ..read import TokenReader, TokenSpace
-from ..routes import Routes, makes_items
 from ..shard import sharder_of
 from ..slice import TokenWindows
 from ..steps import StepTable

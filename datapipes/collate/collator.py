@@ -15,8 +15,8 @@ from ..combine import Mapper
 from ..core import IndexedDataPipe, Int64s, Unpickled, as_count, nodes_of, sample_node
 from ..document_ends import no_document_ends
 from ..errors import ArgumentTypeError, ConfigurationError, TokenIdError, TopologyError
-from ..gather import Columns, TokenGather
-from ..routes import Routes, plan_of
+from ..fetch.gather import Columns, TokenGather
+from ..fetch.routes import Routes, plan_of
 from ..slice import TokenWindows
 from ..topology import Topology
 from .cut import cut_for

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core import Int64s
 from ..errors import ConfigurationError
-from ..gather import Columns, TokenGather
+from ..fetch.gather import Columns, TokenGather
 from ..row_documents import DocumentFill
 from ..topology import CUTS, Topology
 

@@ -16,10 +16,10 @@ import numpy as np
 from ..batch import Rows
 from ..core import Int64s
 from ..errors import ArgumentTypeError, ConfigurationError
-from ..gather import TokenGather
+from ..fetch.gather import TokenGather
+from ..fetch.routes import Routes
 from ..kernels import kernel
 from ..loss_masks import as_loss_mask, loss_layouts
-from ..routes import Routes
 from ..row_documents import DocumentFill
 from .cut import Cut
 

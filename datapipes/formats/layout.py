@@ -98,7 +98,7 @@ class TokenLayout:
     fingerprints of its contents, of `ends_path` and of its loss mask, 64 hex digits. known_documents: how many it has,
     stored or found. has_loss: whether a loss mask lies beside it; None: nobody looked. blocks: the sums of its bytes.
     ends_hash, loss_hash: BLAKE2b-256 of all bytes, as `whole_hash` of a layout of one of these.
-    verify: how much of that this reader compares (checks.py).
+    verify: how much of that this reader compares (fetch/checks.py).
     """
 
     path: str
@@ -200,7 +200,7 @@ class TokenLayout:
         Raises TokenFileError.
         """
         if self.verify != "size":
-            from ..checks import check_ends  # which knows of layouts
+            from ..fetch.checks import check_ends  # which knows of layouts
 
             check_ends(self)
         if self.ends_are_made:

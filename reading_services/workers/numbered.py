@@ -11,7 +11,7 @@ import numpy as np
 
 from ...datapipes._torch import DataPipe
 from ...datapipes.core import IndexedDataPipe
-from ...datapipes.fetch_ahead import serve_others
+from ...datapipes.fetch.fetch_ahead import serve_others
 from ...datapipes.kernels import load_kernels
 from ...datapipes.notes import deliver_notes
 from ..interface import WorkerInfo

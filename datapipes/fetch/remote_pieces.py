@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .core import Int64s
+from ..core import Int64s
+from ..remote import fetch
 from .fetch_ahead import FetchAhead, Window, side_by_side
-from .remote import fetch
 
 if TYPE_CHECKING:
     from .gather import TokenGather

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import _kernels_numpy
+from .. import _kernels_numpy
+from ..core import MAX_NUMBER, Int64s
+from ..errors import ConfigurationError, TokenFileError, TokenIdError
+from ..filemap import advise
+from ..formats import TokenLayout
+from ..formats.table import distinct, has_remote, integers, itemcodes, numbered_files, parts_of
+from ..kernels import kernel
+from ..read import TokenSpace
 from .checks import BlockChecks
-from .core import MAX_NUMBER, Int64s
 from .descriptors import CLOSED, MAPPED
-from .errors import ConfigurationError, TokenFileError, TokenIdError
-from .filemap import advise
-from .formats import TokenLayout
-from .formats.table import distinct, has_remote, integers, itemcodes, numbered_files, parts_of
 from .held_files import HeldFiles, let_go
-from .kernels import kernel
 from .pages import WATCH
-from .read import TokenSpace
 from .remote_pieces import RemotePieces
 
 if TYPE_CHECKING:
-    from .row_documents import RowDocuments
+    from ..row_documents import RowDocuments
 
 __all__ = ["Columns", "TokenGather"]
 
@@ -118,7 +118,7 @@ class TokenGather:
     @functools.cached_property
     def documents(self) -> "RowDocuments":
         """Where documents begin in these rows."""
-        from .row_documents import RowDocuments
+        from ..row_documents import RowDocuments
 
         return RowDocuments(self)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from .core import IndexedDataPipe, Int64s
-from .errors import ConfigurationError
+from ..core import IndexedDataPipe, Int64s
+from ..errors import ConfigurationError
+from ..slice import TokenWindows
 from .gather import TokenGather
-from .slice import TokenWindows
 
 __all__ = ["Routes", "fetch_items", "makes_items", "plan_of", "stacked"]
 

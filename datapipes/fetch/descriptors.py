@@ -11,9 +11,9 @@ import os
 
 import numpy as np
 
-from .errors import TokenFileError
-from .filemap import open_checked
-from .formats import TokenLayout
+from ..errors import TokenFileError
+from ..filemap import open_checked
+from ..formats import TokenLayout
 
 try:
     import resource

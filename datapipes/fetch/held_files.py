@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core import Int64s
+from ..filemap import FileCopy, FileMap, advise, most_maps
+from ..formats import TokenLayout
 from .checks import BlockChecks
-from .core import Int64s
 from .descriptors import CLOSED, MAPPED, OpenFile, most_descriptors
-from .filemap import FileCopy, FileMap, advise, most_maps
-from .formats import TokenLayout
 from .remote_pieces import is_gone
 
 if TYPE_CHECKING:

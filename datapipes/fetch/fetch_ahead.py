@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .remote import RemoteFile, claim, fetch, read_ranges
-from .remote.attempts import number_set
-from .remote.shard_cache import cache_bytes
+from ..remote import RemoteFile, claim, fetch, read_ranges
+from ..remote.attempts import number_set
+from ..remote.shard_cache import cache_bytes
 
 if TYPE_CHECKING:
-    from .batch import SampleBatcher
+    from ..batch import SampleBatcher
 
 __all__ = ["FetchAhead", "Window", "serve_others", "side_by_side"]
 

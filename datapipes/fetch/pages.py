@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import ConfigurationError, TokenFileError
-from .filemap import FileMap
+from ..errors import ConfigurationError, TokenFileError
+from ..filemap import FileMap
 
 try:
     import resource
@@ -37,7 +37,7 @@ except ImportError:  # not on this system: nothing is known of faults, so nothin
     resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from .core import Int64s
+    from ..core import Int64s
     from .gather import Columns, TokenGather
 
 __all__ = ["WATCH", "ReadAhead", "read_ahead_bytes", "resident_bytes"]

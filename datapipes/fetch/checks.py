@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .core import Int64s
-from .errors import ConfigurationError, TokenFileError
-from .filemap import open_checked
-from .fingerprint import opened_digest
-from .formats import DTYPES, TokenLayout
-from .formats.table import LayoutTable, distinct, has_remote, integers, parts_of
-from .kernels import kernel
-from .remote.shard_cache import give_up
+from ..core import Int64s
+from ..errors import ConfigurationError, TokenFileError
+from ..filemap import open_checked
+from ..fingerprint import opened_digest
+from ..formats import DTYPES, TokenLayout
+from ..formats.table import LayoutTable, distinct, has_remote, integers, parts_of
+from ..kernels import kernel
+from ..remote.shard_cache import give_up
 
 if TYPE_CHECKING:
     from .gather import TokenGather
@@ -116,7 +116,7 @@ def _compare(file: TokenLayout, handle: int) -> None:
     digest = opened_digest(file, handle).hex()
     expected, what = file.digest, "fingerprint"
     if digest == expected and file.whole_hash and file.verify == "read":
-        from .file_sums import whole_hash  # which reads by this module's layouts
+        from ..file_sums import whole_hash  # which reads by this module's layouts
 
         digest, expected, what = whole_hash(file), file.whole_hash, "BLAKE2b"
     if digest != expected:
