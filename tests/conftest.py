@@ -14,7 +14,7 @@ from tokenpipe.datapipes.fetch import pages
 
 settings.register_profile(
     "default",
-    max_examples=50,
+    max_examples=30,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
