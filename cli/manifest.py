@@ -11,6 +11,7 @@ with it. Paths below the manifest's folder are relative to it: the folder may be
 
 import argparse
 
+from .progress import add_progress, shown
 from .tables import escaped
 
 __all__ = ["add_arguments", "run"]
@@ -23,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end-of-text", type=int, metavar="ID", help="closes documents of inputs without stored document ends"
     )
-    show = parser.add_mutually_exclusive_group()
-    show.add_argument("--progress", action="store_true", help="a bar also where stderr is no terminal")
-    show.add_argument("--no-progress", action="store_true", help="no bar")
+    add_progress(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.output,
         dtype=arguments.dtype,
         end_of_text=arguments.end_of_text,
-        progress=True if arguments.progress else False if arguments.no_progress else None,
+        progress=shown(arguments),
     )
     tokens, size = (int(integers(manifest.files, name).sum()) for name in ("tokens", "size"))
     print(escaped(f"{manifest.path}: {len(manifest.files):,} files, {tokens:,} tokens, {size:,} bytes"))

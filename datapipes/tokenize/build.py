@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core import as_count
+from ..document_ends import cores
 from ..errors import ConfigurationError
 from ..formats.ids import ids_path
 from ..permute import derive_key
@@ -182,11 +183,6 @@ def _finished(
         for piece in workers.run(tasks(), bar):
             bar.count(piece)
             yield piece
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _piece_bytes(files: "list[InputFile]") -> int:

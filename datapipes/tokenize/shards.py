@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..core import as_count
+from ..document_ends import cores
 from ..errors import ConfigurationError
 from ..permute import derive_key
 from .assemble import Job, assemble, prepare
-from .build import cores
 from .documents import InputFile, Span, cut_into_pieces
 from .listing import list_inputs
 from .locking import Lock, clear, full_disk_named
